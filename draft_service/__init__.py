@@ -1,0 +1,1 @@
+"""The draft service: drafters that propose tokens with their distributions."""

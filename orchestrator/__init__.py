@@ -1,0 +1,1 @@
+"""The orchestrator: Generate, the rounds, the batches, the stop rules."""

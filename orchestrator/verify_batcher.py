@@ -1,0 +1,200 @@
+"""Batches what is ready to be verified, and brings back each sequence's result.
+
+Items that become ready in one tick travel as one message. Each result is
+matched to its item by (sequence, epoch, round).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from orchestrator.sequence import Sequence
+from orchestrator.target_client import TargetClient
+from specdec.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    ServiceError,
+    UnavailableError,
+)
+from specdec.telemetry import names
+from specdec.telemetry.tracing import Tracing
+from specdec.types import Proposal, VerifyResult
+from specdec.v1 import target_pb2
+from specdec.wire import distribution_to_proto, keys_to_proto, sampling_to_proto
+
+# A sequence the target does not know, or knows differently, is opened again with
+# the full token list; after that it must fit.
+_MAX_PLACEMENTS_PER_ROUND = 3
+_REOPEN = frozenset(
+    {
+        target_pb2.VERIFY_STATUS_UNKNOWN_SEQUENCE,
+        target_pb2.VERIFY_STATUS_MISMATCH,
+        target_pb2.VERIFY_STATUS_STALE,
+    }
+)
+
+
+@dataclass(slots=True)
+class _Placement:
+    """How the target knows a sequence."""
+
+    epoch: int = 0
+    is_open: bool = False
+
+
+class VerifyBatcher:
+    """Verifies rounds at one target."""
+
+    def __init__(self, client: TargetClient, tracing: Tracing) -> None:
+        """Takes over the client's results."""
+        self._client = client
+        self._tracing = tracing
+        self._placements: dict[int, _Placement] = {}
+        self._waiting: dict[tuple[int, int, int], asyncio.Future[target_pb2.VerifyResult]] = {}
+        client.handle_result = self._on_result
+        client.handle_lost = self._on_lost
+
+    async def verify(self, sequence: Sequence, proposal: Proposal) -> VerifyResult:
+        """Verifies one round.
+
+        Args:
+            sequence: Whose round it is.
+            proposal: The drafts; none is a plain decode.
+
+        Returns:
+            What the target decided.
+
+        Raises:
+            ServiceError: If the target cannot decide it.
+        """
+        span = self._tracing.start_span(
+            names.VERIFY,
+            parent=sequence.span,
+            attributes={
+                names.ROUND_INDEX: sequence.round_index,
+                names.BASE_LENGTH: sequence.base_length,
+                names.NUM_DRAFT_TOKENS: len(proposal.token_ids),
+            },
+        )
+        try:
+            traceparent = self._tracing.traceparent_of(span)
+            for _ in range(_MAX_PLACEMENTS_PER_ROUND):
+                message = await self._submit(sequence, proposal, traceparent)
+                if message.status not in _REOPEN:
+                    break
+                self._placements[sequence.sequence_id].is_open = False
+            result = _result(message)
+            span.set_attribute(names.NUM_ACCEPTED_TOKENS, result.num_accepted_tokens)
+            return result
+        finally:
+            span.end()
+
+    async def _submit(
+        self, sequence: Sequence, proposal: Proposal, traceparent: str
+    ) -> target_pb2.VerifyResult:
+        """Sends one item, after an opening if needed, and waits for its result."""
+        if not self._client.is_connected:
+            raise UnavailableError(
+                self._client.refusal or f"the target at {self._client.address} does not answer",
+                reason="NO_TARGET",
+            )
+        placement = self._placements.setdefault(sequence.sequence_id, _Placement())
+        opens = []
+        if not placement.is_open:
+            placement.is_open = True
+            placement.epoch += 1
+            opens.append(_opening(sequence, placement.epoch))
+        item = target_pb2.VerifyItem(
+            sequence_id=sequence.sequence_id,
+            epoch=placement.epoch,
+            round_index=sequence.round_index,
+            base_length=sequence.base_length,
+            digest=sequence.base_digest(),
+            draft_token_ids=proposal.token_ids,
+            distributions=map(distribution_to_proto, proposal.draft_probs),
+            traceparent=traceparent,
+        )
+        if sequence.deadline_s is not None:
+            item.remaining_ms = max(0, int((sequence.deadline_s - time.monotonic()) * 1e3))
+        key = (sequence.sequence_id, placement.epoch, sequence.round_index)
+        future = self._waiting[key] = asyncio.get_running_loop().create_future()
+        self._client.send(opens=opens, items=[item])
+        try:
+            return await future
+        finally:
+            self._waiting.pop(key, None)
+
+    def release(self, sequence: Sequence, reason: target_pb2.ReleaseReason) -> None:
+        """Lets a sequence go at the target; a round in progress there ends with it.
+
+        Args:
+            sequence: With the tokens that were retained.
+            reason: Why it ended.
+        """
+        placement = self._placements.pop(sequence.sequence_id, None)
+        if placement is None:
+            return
+        self._client.send(
+            releases=[
+                target_pb2.ReleaseSequence(
+                    sequence_id=sequence.sequence_id,
+                    epoch=placement.epoch,
+                    retained_length=sequence.base_length,
+                    reason=reason,
+                )
+            ]
+        )
+
+    def _on_result(self, message: target_pb2.VerifyResult) -> None:
+        key = (message.sequence_id, message.epoch, message.round_index)
+        future = self._waiting.get(key)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _on_lost(self) -> None:
+        for placement in self._placements.values():
+            placement.is_open = False
+        for future in self._waiting.values():
+            if not future.done():
+                detail = f"the target at {self._client.address} was lost"
+                future.set_exception(UnavailableError(detail, reason="TARGET_LOST"))
+
+
+def _opening(sequence: Sequence, epoch: int) -> target_pb2.OpenSequence:
+    return target_pb2.OpenSequence(
+        sequence_id=sequence.sequence_id,
+        epoch=epoch,
+        token_ids=sequence.token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        sampling=sampling_to_proto(sequence.params),
+        keys=keys_to_proto(sequence.keys),
+    )
+
+
+def _result(message: target_pb2.VerifyResult) -> VerifyResult:
+    """Reads a result; any status but OK is an error of this request alone."""
+    if message.status != target_pb2.VERIFY_STATUS_OK:
+        raise _error(message)
+    return VerifyResult(
+        output_token_ids=tuple(message.output_token_ids),
+        num_accepted_tokens=message.num_accepted_tokens,
+        num_draft_tokens=message.num_draft_tokens,
+        redraw_mismatch=message.redraw_mismatch,
+        queue_ms=message.queue_ms,
+        step_ms=message.step_ms,
+    )
+
+
+def _error(message: target_pb2.VerifyResult) -> ServiceError:
+    status = message.status
+    if status == target_pb2.VERIFY_STATUS_EXPIRED:
+        return DeadlineExceededError("the deadline passed", reason="DEADLINE_EXCEEDED")
+    if status == target_pb2.VERIFY_STATUS_TOO_LARGE:
+        return InvalidArgumentError("input", message.detail, reason="TOO_LARGE")
+    if status == target_pb2.VERIFY_STATUS_NON_FINITE_LOGITS:
+        return InternalError("the model's logits are not finite", reason="NON_FINITE_LOGITS")
+    name = target_pb2.VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_")
+    return InternalError(f"the target could not verify: {message.detail}", reason=f"TARGET_{name}")

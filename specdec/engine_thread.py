@@ -1,0 +1,92 @@
+"""The one thread that owns a device.
+
+The event loop never computes: it posts commands, the engine thread runs them
+between steps. So every change to engine state happens at a step boundary, on
+one thread, in the order posted, and no lock is needed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import structlog
+
+_log = structlog.get_logger(__name__)
+
+
+class Engine(ABC):
+    """Runs commands and steps on its own thread."""
+
+    def __init__(self, name: str) -> None:
+        """Makes the thread, not started.
+
+        Args:
+            name: The thread's name.
+        """
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopped = False
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether a step would do something. Called on the engine thread."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Runs one step. Called on the engine thread; must not raise for one item's fault."""
+
+    @abstractmethod
+    def fail_step(self, error: Exception) -> None:
+        """Ends the items of a step that raised, so that the rest goes on.
+
+        Args:
+            error: What the step raised.
+        """
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends the thread after the running step; posted commands still run."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Runs a command on the engine thread before the next step; any thread may call it."""
+        self._inbox.put(command)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._run_commands()
+            if self.has_work and not self._stopped:
+                try:
+                    self.step()
+                except Exception as error:
+                    _log.exception("step failed")
+                    self.fail_step(error)
+
+    def _run_commands(self) -> None:
+        """Runs what is posted; waits for something when there is no work."""
+        try:
+            command = self._inbox.get(block=not self.has_work)
+            while True:
+                if command is None:
+                    self._stopped = True
+                else:
+                    self._run_command(command)
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _run_command(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:
+            # Commands validate what they are given; this is a bug, and must not end the engine.
+            _log.exception("command failed")

@@ -1,0 +1,1 @@
+"""Models: finding, checking and loading them."""

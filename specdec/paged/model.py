@@ -1,0 +1,109 @@
+"""A causal LM over the paged pool: one packed forward for a whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from specdec.paged.attention import ATTENTION_NAME, PackedSequence, PagedBatch, PagedKV
+from specdec.paged.block_pool import BlockPool
+
+# Share of the free memory a pool takes when its size is not set. The rest of a
+# CPU machine is other processes'; a GPU is ours.
+_CPU_SHARE, _CUDA_SHARE = 0.25, 0.85
+
+
+class PagedModel:
+    """A transformers model whose attention reads and writes a paged pool.
+
+    Attributes:
+        block_pool: Which blocks are free.
+        kv: The memory itself.
+        vocab_size: V, the ids that can be emitted; the head may be wider.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+        max_tokens: int,
+    ) -> None:
+        """Takes over a loaded model.
+
+        Args:
+            model: On its device, in its dtype, in eval mode.
+            vocab_size: Number of ids of the tokenizer.
+            num_blocks: Blocks in the pool; 0 sizes it from free memory.
+            block_size: Tokens per block.
+            max_tokens: Tokens beyond which a sized pool need not go.
+        """
+        config = model.config
+        self._model = model
+        self._model.set_attn_implementation(ATTENTION_NAME)
+        self.vocab_size = vocab_size
+        self.device = model.device
+        num_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        if not num_blocks:
+            block_bytes = (
+                2 * config.num_hidden_layers * block_size * num_kv_heads * head_dim
+                * model.dtype.itemsize
+            )  # fmt: skip
+            num_blocks = max(
+                1, min(_free_bytes(self.device) // block_bytes, max_tokens // block_size)
+            )
+        self.block_pool = BlockPool(num_blocks, block_size)
+        self.kv = PagedKV(
+            num_layers=config.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=model.dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, sequences: Sequence[PackedSequence], num_logits: Sequence[int]
+    ) -> torch.Tensor:
+        """Computes every row's KV, and logits where they are wanted.
+
+        Args:
+            sequences: [n] at least one, each with at least one row.
+            num_logits: [n] how many of each sequence's last rows need logits.
+
+        Returns:
+            [sum(num_logits), V] float32 raw logits, sequence after sequence.
+        """
+        batch = PagedBatch(sequences, self.kv)
+        ends = np.cumsum([len(sequence.token_ids) for sequence in sequences])
+        rows = np.concatenate(
+            [np.arange(end - count, end) for end, count in zip(ends, num_logits, strict=True)]
+        )
+        # Without a row the head is still run, on the first row: transformers has
+        # no way to leave it out in every family, and one row costs little.
+        wanted = torch.from_numpy(rows if len(rows) else np.zeros(1, dtype=np.int64))
+        logits = self._model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=wanted.to(self.device),
+            paged_batch=batch,
+        ).logits[0]
+        return logits[: len(rows), : self.vocab_size].float()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+    return int(psutil.virtual_memory().available * _CPU_SHARE)

@@ -1,0 +1,1 @@
+"""gRPC plumbing shared by the three services: servers, channels, interceptors."""

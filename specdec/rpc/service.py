@@ -1,0 +1,172 @@
+"""What a service is made of, and how it starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import structlog
+
+from specdec.rpc.interceptors import ActiveRpcInterceptor, ErrorInterceptor, TracingInterceptor
+from specdec.rpc.lifecycle import load_or_stop, run_service
+from specdec.rpc.server import GrpcServer
+from specdec.settings import ServiceSettings
+from specdec.telemetry.logging import setup_logging
+from specdec.telemetry.tracing import setup_tracing
+
+_log = structlog.get_logger(__name__)
+
+
+class StartError(Exception):
+    """The service cannot start; the message says why, for people."""
+
+
+class Service(ABC):
+    """A service: listens, loads, serves, drains.
+
+    It listens before it loads, so that a taken port is told at once and health
+    says NOT_SERVING meanwhile.
+    """
+
+    name: ClassVar[str]
+    """The service's name in traces and logs."""
+    service_names: ClassVar[tuple[str, ...]]
+    """Full names of the gRPC services it offers."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        """Starts nothing yet."""
+        self._common = settings
+        self.tracing = setup_tracing(self.name, settings.trace_dir)
+        self.active_rpcs = ActiveRpcInterceptor()
+        self.address = ""
+
+    @abstractmethod
+    def register(self, server: GrpcServer) -> None:
+        """Adds the servicers, which refuse calls until the service is up."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Loads what takes long; blocking, on a thread of its own.
+
+        Raises:
+            StartError: If the service cannot start.
+        """
+
+    @abstractmethod
+    async def begin(self) -> None:
+        """Makes the servicers serve what was loaded.
+
+        Raises:
+            StartError: If the service cannot start.
+        """
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Refuses new work; what runs may go on until the grace is over."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Frees everything; no call runs any more."""
+
+    async def start(self, stop: asyncio.Event | None = None) -> bool:
+        """Brings the service up.
+
+        Args:
+            stop: Ends the start early when set.
+
+        Returns:
+            Whether it serves; False when `stop` came first.
+
+        Raises:
+            StartError: If the service cannot start.
+            PortInUseError: If another process listens on the port.
+        """
+        stop = stop or asyncio.Event()
+        self._server = GrpcServer(
+            host=self._common.host,
+            port=self._common.port,
+            service_names=self.service_names,
+            reflection=self._common.reflection,
+            max_message_bytes=self._common.max_message_bytes,
+            interceptors=[self.active_rpcs, TracingInterceptor(self.tracing), ErrorInterceptor()],
+        )
+        self.register(self._server)
+        port = await self._server.start()
+        self.address = f"{self._common.host}:{port}"
+        await load_or_stop(self.load, stop)
+        if stop.is_set():
+            await self._server.stop(0)
+            return False
+        beginning = asyncio.ensure_future(self.begin())
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({beginning, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not beginning.done():
+            beginning.cancel()
+            await self._server.stop(0)
+            return False
+        beginning.result()
+        self._server.set_serving(True)
+        return True
+
+    async def stop(self) -> None:
+        """Drains within the grace, then frees everything; bounded."""
+        self._server.set_serving(False)
+        await self.drain()
+        await self._server.stop(self._common.drain_grace_ms / 1e3)
+        await self.close()
+        await asyncio.to_thread(self.tracing.shutdown)
+
+    async def __aenter__(self) -> Service:
+        """Starts."""
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stops."""
+        await self.stop()
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serves until `stop`; the body of a service's process.
+
+        Args:
+            stop: Set by SIGINT and SIGTERM.
+
+        Returns:
+            The exit code: 1 when it could not start.
+        """
+        try:
+            if not await self.start(stop):
+                return 0
+        except StartError as error:
+            sys.stderr.write(f"{self.name}: {error}\n")
+            return 1
+        # The line a supervisor reads the port from.
+        sys.stdout.write(f"serving: {self.address}\n")
+        sys.stdout.flush()
+        await stop.wait()
+        _log.info("draining", service=self.name)
+        await self.stop()
+        return 0
+
+
+def run_process(name: str, make: Callable[[], Service], log_level: str) -> int:
+    """Runs a service as this process.
+
+    Args:
+        name: The service's name in logs.
+        make: Makes it, inside the event loop.
+        log_level: Least severe log level written.
+
+    Returns:
+        The exit code.
+    """
+    setup_logging(log_level, name)
+
+    async def main(stop: asyncio.Event) -> int:
+        return await make().run(stop)
+
+    return run_service(main)

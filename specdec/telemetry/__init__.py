@@ -1,0 +1,1 @@
+"""Traces and logs: what each request went through, on every hop."""

@@ -1,0 +1,1 @@
+"""Generated from protos/specdec/v1 by `make proto`."""

@@ -1,0 +1,257 @@
+"""Between proto messages and plain types: the only place that knows both.
+
+Reading validates: a value that is out of range, not finite or not supported
+raises InvalidArgumentError naming field and value.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from specdec.errors import InvalidArgumentError
+from specdec.types import (
+    MAX_DRAFT_TOKENS,
+    Acceptance,
+    DraftDistribution,
+    SamplingKeys,
+    SamplingParams,
+    SpeculationParams,
+    TokenSource,
+)
+from specdec.v1 import orchestrator_pb2, target_pb2, tensor_pb2
+
+MAX_STOP_STRINGS = 16
+SUPPORTED_SAMPLING_PARAMS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
+# Fields not honoured yet, with the value that means "off": anything else is refused.
+_NEUTRAL_VALUES = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "include_stop_str_in_output": False,
+    "n": 1,
+    "logprobs": None,
+}
+_EMPTY_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words")
+
+_SOURCES_TO_PROTO = {
+    TokenSource.ACCEPTED: orchestrator_pb2.TOKEN_SOURCE_ACCEPTED,
+    TokenSource.RECOVERED: orchestrator_pb2.TOKEN_SOURCE_RECOVERED,
+    TokenSource.BONUS: orchestrator_pb2.TOKEN_SOURCE_BONUS,
+    TokenSource.TARGET: orchestrator_pb2.TOKEN_SOURCE_TARGET,
+}
+ACCEPTANCES_TO_PROTO = {
+    Acceptance.REJECTION: orchestrator_pb2.ACCEPTANCE_REJECTION,
+    Acceptance.COUPLED: orchestrator_pb2.ACCEPTANCE_COUPLED,
+}
+
+
+def sampling_from_proto(
+    message: orchestrator_pb2.SamplingParams, vocab_size: int
+) -> SamplingParams:
+    """Reads and validates sampling parameters.
+
+    Args:
+        message: As sent by the client.
+        vocab_size: Number of token ids; bounds the ids given.
+
+    Returns:
+        The parameters, with defaults filled in.
+
+    Raises:
+        InvalidArgumentError: Naming the field and the value given.
+    """
+    _refuse_unsupported(message)
+    temperature = message.temperature if message.HasField("temperature") else 1.0
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise _bad("sampling.temperature", "must be finite and at least 0", temperature)
+    top_p = message.top_p if message.HasField("top_p") else 1.0
+    if not 0.0 < top_p <= 1.0:
+        raise _bad("sampling.top_p", "must be in (0, 1]", top_p)
+    top_k = message.top_k if message.HasField("top_k") else 0
+    if top_k < -1:
+        raise _bad("sampling.top_k", "must be -1 or 0 (off) or at least 1", top_k)
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else None
+    if max_tokens == 0:
+        raise _bad("sampling.max_tokens", "must be at least 1", max_tokens)
+    if len(message.stop) > MAX_STOP_STRINGS:
+        raise _bad("sampling.stop", f"takes at most {MAX_STOP_STRINGS} strings", len(message.stop))
+    if "" in message.stop:
+        raise _bad("sampling.stop", "must not hold an empty string", list(message.stop))
+    check_token_ids("sampling.stop_token_ids", message.stop_token_ids, vocab_size)
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=max(top_k, 0),
+        seed=message.seed if message.HasField("seed") else None,
+        max_tokens=max_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _refuse_unsupported(message: orchestrator_pb2.SamplingParams) -> None:
+    for field, neutral in _NEUTRAL_VALUES.items():
+        value = getattr(message, field)
+        if message.HasField(field) and value != neutral:
+            raise InvalidArgumentError(
+                f"sampling.{field}", f"is not supported yet (got {value})", reason="UNSUPPORTED"
+            )
+    for field in _EMPTY_FIELDS:
+        if getattr(message, field):
+            raise InvalidArgumentError(
+                f"sampling.{field}", "is not supported yet; must be empty", reason="UNSUPPORTED"
+            )
+
+
+def speculation_from_proto(
+    message: orchestrator_pb2.SpeculationParams, *, is_seeded: bool
+) -> SpeculationParams:
+    """Reads and validates speculation parameters.
+
+    Args:
+        message: As sent by the client.
+        is_seeded: Whether the request has a seed, which decides the default acceptance.
+
+    Returns:
+        The parameters; the drafter's name is not checked here.
+
+    Raises:
+        InvalidArgumentError: Naming the field and the value given.
+    """
+    num_tokens = None
+    if message.HasField("num_speculative_tokens"):
+        num_tokens = message.num_speculative_tokens
+        if num_tokens > MAX_DRAFT_TOKENS:
+            raise _bad(
+                "speculation.num_speculative_tokens",
+                f"must be at most {MAX_DRAFT_TOKENS}",
+                num_tokens,
+            )
+    acceptances = {proto: value for value, proto in ACCEPTANCES_TO_PROTO.items()}
+    acceptances[orchestrator_pb2.ACCEPTANCE_UNSPECIFIED] = (
+        Acceptance.COUPLED if is_seeded else Acceptance.REJECTION
+    )
+    if message.acceptance not in acceptances:
+        raise _bad("speculation.acceptance", "is not a known acceptance", message.acceptance)
+    return SpeculationParams(
+        enabled=message.enabled if message.HasField("enabled") else True,
+        num_speculative_tokens=num_tokens,
+        acceptance=acceptances[message.acceptance],
+        drafter=message.drafter,
+    )
+
+
+def check_token_ids(field: str, token_ids: object, vocab_size: int) -> None:
+    """Checks that all ids can be emitted.
+
+    Args:
+        field: Path of the field, for the error.
+        token_ids: An iterable of non-negative ids.
+        vocab_size: Number of token ids.
+
+    Raises:
+        InvalidArgumentError: Naming the first id that is out of range.
+    """
+    ids = np.fromiter(token_ids, dtype=np.int64)  # type: ignore[call-overload]
+    outside = np.flatnonzero(ids >= vocab_size)
+    if len(outside):
+        index = int(outside[0])
+        raise _bad(f"{field}[{index}]", f"must be below {vocab_size}", int(ids[index]))
+
+
+def _bad(field: str, expected: str, value: object) -> InvalidArgumentError:
+    return InvalidArgumentError(field, f"{expected} (got {value})")
+
+
+def sampling_to_proto(params: SamplingParams) -> orchestrator_pb2.SamplingParams:
+    """Writes what a service needs to shape a distribution; stop rules stay behind."""
+    return orchestrator_pb2.SamplingParams(
+        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k
+    )
+
+
+def keys_to_proto(keys: SamplingKeys) -> target_pb2.SamplingKeys:
+    """Writes subkeys."""
+    return target_pb2.SamplingKeys(
+        propose=keys.propose, accept=keys.accept, residual=keys.residual, target=keys.target
+    )
+
+
+def keys_from_proto(message: target_pb2.SamplingKeys) -> SamplingKeys:
+    """Reads subkeys."""
+    return SamplingKeys(
+        propose=message.propose,
+        accept=message.accept,
+        residual=message.residual,
+        target=message.target,
+    )
+
+
+def source_to_proto(source: TokenSource) -> orchestrator_pb2.TokenSource:
+    """Writes where a token came from."""
+    return _SOURCES_TO_PROTO[source]
+
+
+def distribution_to_proto(distribution: DraftDistribution) -> tensor_pb2.DraftDistribution:
+    """Writes a distribution in the form it was sampled in."""
+    probs = distribution.probs.astype("<f4", copy=False).tobytes()
+    if distribution.token_ids is None:
+        return tensor_pb2.DraftDistribution(form=tensor_pb2.DISTRIBUTION_FORM_DENSE, probs=probs)
+    return tensor_pb2.DraftDistribution(
+        form=tensor_pb2.DISTRIBUTION_FORM_SPARSE,
+        token_ids=distribution.token_ids.astype("<u4", copy=False).tobytes(),
+        probs=probs,
+    )
+
+
+def distribution_from_proto(
+    message: tensor_pb2.DraftDistribution, vocab_size: int
+) -> DraftDistribution:
+    """Reads and validates a distribution.
+
+    Args:
+        message: SPARSE or DENSE.
+        vocab_size: Number of token ids; bounds ids and the dense length.
+
+    Returns:
+        The distribution, bit for bit as sent.
+
+    Raises:
+        InvalidArgumentError: If lengths disagree, an id is out of range or
+            twice there, or the probabilities are not a distribution.
+    """
+    field = "distributions"
+    if len(message.probs) % 4 or len(message.token_ids) % 4:
+        raise _bad(f"{field}.probs", "must be 4-byte elements", len(message.probs))
+    probs = np.frombuffer(message.probs, dtype="<f4").astype(np.float32, copy=False)
+    token_ids = None
+    if message.form == tensor_pb2.DISTRIBUTION_FORM_SPARSE:
+        token_ids = np.frombuffer(message.token_ids, dtype="<u4").astype(np.uint32, copy=False)
+        if len(token_ids) != len(probs):
+            raise _bad(f"{field}.token_ids", f"must hold {len(probs)} ids", len(token_ids))
+        if len(token_ids) and int(token_ids.max()) >= vocab_size:
+            raise _bad(f"{field}.token_ids", f"must be below {vocab_size}", int(token_ids.max()))
+        if len(np.unique(token_ids)) != len(token_ids):
+            raise _bad(f"{field}.token_ids", "must not repeat an id", token_ids.tolist()[:8])
+    elif message.form != tensor_pb2.DISTRIBUTION_FORM_DENSE:
+        raise _bad(f"{field}.form", "must be SPARSE or DENSE", message.form)
+    if not 0 < len(probs) <= vocab_size:
+        raise _bad(f"{field}.probs", f"must hold 1 to {vocab_size} elements", len(probs))
+    # A NaN fails both comparisons.
+    if not (bool((probs >= 0.0).all()) and abs(float(probs.sum(dtype=np.float64)) - 1.0) <= 1e-4):
+        raise _bad(f"{field}.probs", "must be a distribution", float(probs.sum()))
+    return DraftDistribution(probs, token_ids)

@@ -1,0 +1,1 @@
+"""The target service: paged KV cache, verification, acceptance, rollback."""

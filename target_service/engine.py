@@ -1,0 +1,362 @@
+"""The target's engine: sequences in, results out, one step at a time.
+
+A round is a transaction. The engine appends what a round emits to the
+sequence's tokens, provisionally; the next item's base length states what the
+orchestrator retained, and the rest is rolled back then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import structlog
+from opentelemetry.trace import Span
+
+from specdec.engine_thread import Engine
+from specdec.paged.block_pool import SequenceKV
+from specdec.paged.model import PagedModel
+from specdec.telemetry import names
+from specdec.telemetry.tracing import Tracing
+from specdec.types import VerifyResult
+from target_service.model_runner import ModelRunner, NonFiniteLogitsError
+from target_service.scheduler import Scheduler, Work
+from target_service.sequence import (
+    ItemOutcome,
+    OpenCommand,
+    ReleaseCommand,
+    Sequence,
+    Status,
+    VerifyItem,
+)
+
+_log = structlog.get_logger(__name__)
+
+Deliver = Callable[[list[ItemOutcome], int], None]
+"""Takes one step's outcomes of one session, and the step's index; on the engine thread."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the start."""
+
+    num_steps: int = 0
+    num_redraw_mismatches: int = 0
+    num_stale_items: int = 0
+    max_batch_size: int = 0
+
+
+class TargetEngine(Engine):
+    """Owns the model, the pool and every sequence."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        context_size: int,
+        max_prefill_tokens: int,
+        max_batch_size: int,
+        tracing: Tracing,
+        check_integrity: bool = False,
+    ) -> None:
+        """Makes the engine, not started.
+
+        Args:
+            model: The model over its pool.
+            context_size: Most tokens of a sequence, drafts included.
+            max_prefill_tokens: Most prompt tokens of a step.
+            max_batch_size: Most sequences of a step.
+            tracing: Where spans go.
+            check_integrity: Whether to check the pool after every step.
+        """
+        super().__init__("target-engine")
+        self._model = model
+        self._pool = model.block_pool
+        self._context_size = context_size
+        self._tracing = tracing
+        self._check_every_step = check_integrity
+        self._runner = ModelRunner(model)
+        self._scheduler = Scheduler(
+            self._pool, max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size
+        )
+        self._sequences: dict[tuple[int, int], Sequence] = {}  # oldest first
+        self._deliver: dict[int, Deliver] = {}
+        self._num_opened = 0
+        self._num_waiting = 0
+        self._step_works: list[Work] = []
+        self.stats = EngineStats()
+
+    # Gauges, read from any thread.
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that are free."""
+        return self._pool.num_free
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences held."""
+        return len(self._sequences)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions open."""
+        return len(self._deliver)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Sequences whose KV was dropped to make room, since the start."""
+        return self._scheduler.num_preemptions
+
+    # Commands, on the engine thread.
+
+    def open_session(self, session_id: int, deliver: Deliver) -> None:
+        """Begins a session; its outcomes go to `deliver`."""
+        self._deliver[session_id] = deliver
+
+    def close_session(self, session_id: int) -> None:
+        """Ends a session and releases all its sequences."""
+        self._deliver.pop(session_id, None)
+        for key in [key for key in self._sequences if key[0] == session_id]:
+            self._drop(self._sequences[key])
+
+    def open_sequence(self, session_id: int, command: OpenCommand) -> None:
+        """Takes up a sequence; an older placement of it is released."""
+        held = self._sequences.get((session_id, command.sequence_id))
+        if held is not None:
+            if held.epoch >= command.epoch:
+                self.stats.num_stale_items += 1
+                return
+            self._drop(held)
+        refusal = command.refusal
+        if refusal is None and len(command.token_ids) > self._context_size:
+            detail = f"{len(command.token_ids)} tokens exceed {self._context_size}"
+            refusal = (Status.TOO_LARGE, detail)
+        self._num_opened += 1
+        self._sequences[session_id, command.sequence_id] = Sequence(
+            session_id=session_id,
+            sequence_id=command.sequence_id,
+            epoch=command.epoch,
+            token_ids=command.token_ids,
+            num_prompt_tokens=command.num_prompt_tokens,
+            params=command.params,
+            keys=command.keys,
+            kv=SequenceKV(self._pool),
+            arrival=self._num_opened,
+            refusal=refusal,
+        )
+
+    def release_sequence(self, session_id: int, command: ReleaseCommand) -> None:
+        """Lets a sequence go and frees its blocks."""
+        sequence = self._sequences.get((session_id, command.sequence_id))
+        if sequence is not None and command.epoch >= sequence.epoch:
+            self._drop(sequence)
+
+    def submit(self, session_id: int, item: VerifyItem) -> None:
+        """Takes an item; it is answered by a later step, or at once if it cannot be."""
+        sequence = self._sequences.get((session_id, item.sequence_id))
+        fault = self._find_fault(sequence, item)
+        if fault is not None:
+            self.stats.num_stale_items += fault[0] is Status.STALE
+            self._answer(session_id, [ItemOutcome(item, *fault)], step_index=0)
+            return
+        assert sequence is not None
+        if item.base_length + len(item.proposal.token_ids) > self._context_size:
+            item = replace(item, proposal=type(item.proposal)())
+        # What was retained of the previous round is now known; the rest goes.
+        del sequence.token_ids[item.base_length :]
+        sequence.digest.rollback(item.base_length)
+        sequence.kv.rollback(item.base_length - 1)
+        self._num_waiting += sequence.item is None
+        self._end_span(sequence)
+        sequence.item = item
+        sequence.last_round_index = item.round_index
+        sequence.first_step_s = None
+        if item.traceparent:
+            sequence.span = self._tracing.start_span(
+                names.TARGET_VERIFY,
+                parent=item.traceparent,
+                attributes={
+                    names.ROUND_INDEX: item.round_index,
+                    names.BASE_LENGTH: item.base_length,
+                    names.NUM_DRAFT_TOKENS: len(item.proposal.token_ids),
+                },
+            )
+
+    def _find_fault(self, sequence: Sequence | None, item: VerifyItem) -> tuple[Status, str] | None:
+        """Says why an item cannot be verified; None when it can."""
+        if sequence is None or item.epoch > sequence.epoch:
+            return Status.UNKNOWN_SEQUENCE, f"sequence {item.sequence_id} is not held"
+        if (item.epoch, item.round_index) < (sequence.epoch, sequence.last_round_index):
+            return Status.STALE, f"round {item.round_index} of epoch {item.epoch} is over"
+        if sequence.refusal is not None:
+            return sequence.refusal
+        if not 1 <= item.base_length <= len(sequence.token_ids):
+            detail = f"base_length {item.base_length} is not in 1..{len(sequence.token_ids)}"
+            return Status.MISMATCH, detail
+        if item.base_length > self._context_size:
+            return Status.TOO_LARGE, f"{item.base_length} tokens exceed {self._context_size}"
+        if sequence.digest.digest(sequence.token_ids, item.base_length) != item.digest:
+            return Status.MISMATCH, f"digest differs at base_length {item.base_length}"
+        return None
+
+    # Steps, on the engine thread.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an item waits."""
+        return self._num_waiting > 0
+
+    def step(self) -> None:
+        """Schedules, runs, commits or rolls back, and answers."""
+        started_s = time.monotonic()
+        self._expire(started_s)
+        works = self._scheduler.schedule(self._sequences.values())
+        if not works:
+            return
+        self._step_works = works
+        self.stats.num_steps += 1
+        span = self._start_step_span(works)
+        for work in works:
+            if work.sequence.first_step_s is None:
+                work.sequence.first_step_s = started_s
+        results = self._runner.run(works)
+        step_ms = (time.monotonic() - started_s) * 1e3
+        outcomes = defaultdict(list)
+        for work, result in zip(works, results, strict=True):
+            outcome = self._finish(work, result, step_ms)
+            if outcome is not None:
+                outcomes[work.sequence.session_id].append(outcome)
+        self._step_works = []
+        for session_id, answers in outcomes.items():
+            self._answer(session_id, answers, self.stats.num_steps)
+        span.end()
+        if self._check_every_step:
+            self.check_integrity()
+
+    def _finish(
+        self, work: Work, result: VerifyResult | NonFiniteLogitsError | None, step_ms: float
+    ) -> ItemOutcome | None:
+        """Commits or rolls back one work; returns the answer if its item is decided."""
+        sequence, item = work.sequence, work.sequence.item
+        assert item is not None
+        kv = sequence.kv
+        kv.num_computed_tokens += work.num_committed_rows
+        if result is None:
+            return None
+        if isinstance(result, NonFiniteLogitsError):
+            return self._end_item(sequence, Status.NON_FINITE_LOGITS, "logits are not finite")
+        # KV is valid for the pending token and the accepted drafts; the token
+        # after them is the new pending one.
+        kv.num_computed_tokens += result.num_accepted_tokens
+        kv.rollback(kv.num_computed_tokens)
+        sequence.token_ids += result.output_token_ids
+        self.stats.num_redraw_mismatches += result.redraw_mismatch
+        assert sequence.first_step_s is not None
+        result = replace(
+            result, queue_ms=(sequence.first_step_s - item.arrival_s) * 1e3, step_ms=step_ms
+        )
+        if sequence.span is not None:
+            sequence.span.set_attribute(names.NUM_ACCEPTED_TOKENS, result.num_accepted_tokens)
+            sequence.span.set_attribute(names.QUEUE_MS, result.queue_ms)
+        return self._end_item(sequence, Status.OK, result=result)
+
+    def _expire(self, now_s: float) -> None:
+        """Answers items whose time is up."""
+        for sequence in self._sequences.values():
+            item = sequence.item
+            if item is not None and item.deadline_s is not None and item.deadline_s <= now_s:
+                outcome = self._end_item(sequence, Status.EXPIRED, "its time ran out")
+                self._answer(sequence.session_id, [outcome], step_index=0)
+
+    def fail_step(self, error: Exception) -> None:
+        """Answers the items of a step that raised; their KV is computed again if asked for."""
+        works, self._step_works = self._step_works, []
+        for work in works:
+            self._clear(work.sequence)
+            if work.sequence.item is not None:
+                outcome = self._end_item(work.sequence, Status.FAILED, type(error).__name__)
+                self._answer(work.sequence.session_id, [outcome], step_index=0)
+
+    def check_integrity(self) -> None:
+        """Checks that every block is free or held by exactly one sequence.
+
+        Raises:
+            AssertionError: If not.
+        """
+        sequences = self._sequences.values()
+        self._pool.check_integrity(sequence.kv.block_table for sequence in sequences)
+        for sequence in sequences:
+            num_held = len(sequence.kv.block_table) * self._pool.block_size
+            assert sequence.kv.num_computed_tokens <= num_held, "computed tokens without a block"
+            assert sequence.kv.num_computed_tokens < max(1, len(sequence.token_ids))
+        assert self._num_waiting == sum(sequence.item is not None for sequence in sequences)
+
+    # Ends.
+
+    def _end_item(
+        self,
+        sequence: Sequence,
+        status: Status,
+        detail: str = "",
+        result: VerifyResult | None = None,
+    ) -> ItemOutcome:
+        item = sequence.item
+        assert item is not None
+        sequence.item = None
+        self._num_waiting -= 1
+        self._end_span(sequence, status)
+        if status is Status.NON_FINITE_LOGITS:
+            self._clear(sequence)
+        return ItemOutcome(item, status, detail, result)
+
+    def _clear(self, sequence: Sequence) -> None:
+        """Frees blocks that may hold a NaN, so that it never reaches another sequence."""
+        held = sequence.kv.release()
+        if held:
+            self._model.kv.clear(held)
+
+    def _drop(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.session_id, sequence.sequence_id]
+        self._num_waiting -= sequence.item is not None
+        sequence.item = None
+        self._end_span(sequence)
+        sequence.kv.release()
+
+    def _end_span(self, sequence: Sequence, status: Status = Status.STALE) -> None:
+        if sequence.span is not None:
+            sequence.span.set_attribute(names.STATUS, status.value)
+            sequence.span.end()
+            sequence.span = None
+
+    def _answer(self, session_id: int, outcomes: list[ItemOutcome], step_index: int) -> None:
+        deliver = self._deliver.get(session_id)
+        if deliver is not None:
+            deliver(outcomes, step_index)
+
+    def _start_step_span(self, works: list[Work]) -> Span:
+        num_tokens = sum(work.num_rows for work in works)
+        num_prefill = sum(work.num_committed_rows for work in works if work.num_committed_rows > 1)
+        self.stats.max_batch_size = max(self.stats.max_batch_size, len(works))
+        _log.debug(
+            "step",
+            step_index=self.stats.num_steps,
+            batch_size=len(works),
+            num_tokens=num_tokens,
+            num_prefill_tokens=num_prefill,
+            num_free_blocks=self._pool.num_free,
+        )
+        spans = [work.sequence.span for work in works if work.sequence.span is not None]
+        return self._tracing.start_span(
+            names.TARGET_STEP,
+            parent=None,
+            links=self._tracing.links_to(self._tracing.traceparent_of(span) for span in spans),
+            attributes={
+                names.STEP_INDEX: self.stats.num_steps,
+                names.BATCH_SIZE: len(works),
+                names.NUM_TOKENS: num_tokens,
+                names.NUM_PREFILL_TOKENS: num_prefill,
+            },
+        )
