@@ -151,8 +151,11 @@ class TracingInterceptor(_Interceptor):
                 _record(span, _true_error(abort))
                 raise
             except BaseException as error:
-                code = status_code_of(error)
-                _record(span, error)
+                if context.cancelled():  # Writing to a caller who has left.
+                    code = _code_of_cancelled(context)
+                else:
+                    code = status_code_of(error)
+                    _record(span, error)
                 raise
             finally:
                 _current_span.reset(token)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec.telemetry import names
+from specdec.telemetry.span_queue import SCHEDULE_DELAY_MS
 from specdec.telemetry.trace_file import default_trace_dir
 from specdec.telemetry.trace_view import (
     Trace,
@@ -21,7 +22,6 @@ from specdec.telemetry.trace_view import (
     render_waterfall,
     write_jaeger_json,
 )
-from specdec.telemetry.tracing import SCHEDULE_DELAY_MS
 
 app = typer.Typer(help="Looks at the traces kept on this machine.", no_args_is_help=True)
 

@@ -22,20 +22,14 @@ from typing import TypeAlias
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace import Span as SdkSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
+from specdec.telemetry.span_queue import SpanQueue
 from specdec.telemetry.trace_file import TraceFileExporter, default_trace_dir
 
-# A busy service ends some thousand spans per second, and a queued span takes 2
-# to 3 kB: room for several seconds in about 20 MB.
-MAX_QUEUED_SPANS = 8192
-# Short, so that a trace can be looked at right after its request, and so that an
-# export is a small piece of work beside the engine.
-SCHEDULE_DELAY_MS = 250
 # A step links the whole batch; the SDK's 128 would cut large ones.
 MAX_LINKS = 1024
 MAX_ATTRIBUTE_LENGTH = 1024
@@ -59,7 +53,7 @@ class Tracing:
             exporter: Where ended spans go; None keeps none.
         """
         self._provider = provider
-        self._queue = _BoundedQueue(exporter)
+        self._queue = SpanQueue(exporter)
         provider.add_span_processor(self._queue)
         self.tracer = provider.get_tracer("specdec")
 
@@ -210,80 +204,6 @@ def _make_exporter(service_name: str, trace_dir: Path | None) -> SpanExporter | 
 
         return OTLPSpanExporter()
     return TraceFileExporter(trace_dir or default_trace_dir(), service_name)
-
-
-class _BoundedQueue(SpanProcessor):
-    """The SDK's batch processor behind a count of what is on its way.
-
-    The SDK drops silently when its queue is full. Here the count refuses first,
-    so that every loss is known and the SDK's queue never overflows.
-    """
-
-    def __init__(self, exporter: SpanExporter | None) -> None:
-        self.num_open = 0
-        self.num_dropped = 0
-        self._num_pending = 0
-        self._lock = threading.Lock()
-        self._is_shut_down = False
-        self._capacity = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or MAX_QUEUED_SPANS)
-        self._batches: BatchSpanProcessor | None = None
-        if exporter is not None:
-            self._batches = BatchSpanProcessor(
-                _CountingExporter(exporter, self._on_exported),
-                max_queue_size=self._capacity,
-                schedule_delay_millis=float(
-                    os.environ.get("OTEL_BSP_SCHEDULE_DELAY") or SCHEDULE_DELAY_MS
-                ),
-                max_export_batch_size=min(512, self._capacity),
-            )
-
-    def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
-        with self._lock:
-            self.num_open += 1
-
-    def on_end(self, span: ReadableSpan) -> None:
-        with self._lock:
-            self.num_open -= 1
-            if self._batches is None:
-                return
-            if self._is_shut_down or self._num_pending >= self._capacity:
-                self.num_dropped += 1
-                return
-            self._num_pending += 1
-        self._batches.on_end(span)
-
-    def _on_exported(self, num_spans: int, success: bool) -> None:
-        with self._lock:
-            self._num_pending -= num_spans
-            if not success:
-                self.num_dropped += num_spans
-
-    def shutdown(self) -> None:
-        self._is_shut_down = True
-        if self._batches is not None:
-            self._batches.shutdown()  # type: ignore[no-untyped-call]
-
-    def force_flush(self, timeout_millis: int = FLUSH_TIMEOUT_MS) -> bool:
-        return self._batches is None or self._batches.force_flush(timeout_millis)
-
-
-class _CountingExporter(SpanExporter):
-    """Tells how each export of another exporter ended."""
-
-    def __init__(self, exporter: SpanExporter, on_exported: Callable[[int, bool], None]) -> None:
-        self._exporter = exporter
-        self._on_exported = on_exported
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = SpanExportResult.FAILURE
-        try:
-            result = self._exporter.export(spans)
-        finally:
-            self._on_exported(len(spans), result is SpanExportResult.SUCCESS)
-        return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
 
 
 def _run_bounded(action: Callable[[], object], timeout_ms: int) -> bool:

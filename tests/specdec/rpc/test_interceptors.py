@@ -165,7 +165,9 @@ async def test_cancelling_ends_handler_and_span_without_an_error() -> None:
         assert service.servicer.num_cleanups == 1
 
 
-async def test_many_cancelled_calls_leave_nothing_behind() -> None:
+async def test_many_cancelled_calls_leave_nothing_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with running_service() as service, open_stub(service) as stub:
 
         async def cancel_mid_stream() -> None:
@@ -180,6 +182,7 @@ async def test_many_cancelled_calls_leave_nothing_behind() -> None:
         assert service.servicer.num_cleanups == 100
         assert len(service.spans()) == 100
         assert all(span.status.is_unset for span in service.spans())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_deadline_is_told_from_cancelling() -> None:
