@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from draft_service.settings import DraftSettings
-from specdec.parent_watch import exit_with_parent
+from specdec.process import prepare_process
 
 
 def main() -> int:
     """Runs the service; returns its exit code."""
-    exit_with_parent()
+    prepare_process()
     settings = DraftSettings.from_command_line(sys.argv[1:], "draft_service")
     # torch and transformers take seconds to import: --help and a bad flag need not wait.
     from draft_service.service import DraftService

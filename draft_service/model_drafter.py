@@ -117,6 +117,7 @@ class ModelDrafter(Drafter):
         is_finite = torch.isfinite(logits).all(dim=1)
         logits = torch.where(is_finite[:, None], logits, 0.0)
         params = [sequence.opening.params for sequence in sequences]
+        drawn: list[tuple[int, DraftDistribution | None]]
         if all(row.is_greedy for row in params):
             drawn = [(token_id, None) for token_id in logits.argmax(dim=1).tolist()]
         else:

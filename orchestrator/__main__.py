@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from orchestrator.settings import OrchestratorSettings
-from specdec.parent_watch import exit_with_parent
+from specdec.process import prepare_process
 
 
 def main() -> int:
     """Runs the service; returns its exit code."""
-    exit_with_parent()
+    prepare_process()
     settings = OrchestratorSettings.from_command_line(sys.argv[1:], "orchestrator")
     # torch and transformers take seconds to import: --help and a bad flag need not wait.
     from orchestrator.service import OrchestratorService

@@ -229,7 +229,7 @@ def trace_request(span: Span, request: orchestrator_pb2.GenerateRequest, model: 
         ("top_k", names.GEN_AI_REQUEST_TOP_K),
         ("max_tokens", names.GEN_AI_REQUEST_MAX_TOKENS),
     ):
-        if sampling.HasField(field_name):  # type: ignore[arg-type]
+        if sampling.HasField(field_name):
             span.set_attribute(attribute, getattr(sampling, field_name))
     if sampling.HasField("seed"):
         # Attributes are signed 64-bit integers; a seed may be larger.

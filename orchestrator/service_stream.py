@@ -85,6 +85,9 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
     def check_pairing(self, info: Info) -> None:
         """Checks that the service fits.
 
+        Args:
+            info: What it said about itself.
+
         Raises:
             PairingError: If it does not; it is not used then.
         """

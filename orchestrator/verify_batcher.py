@@ -27,7 +27,7 @@ from specdec.wire import distribution_to_proto, keys_to_proto, sampling_to_proto
 
 # A sequence the target does not know, or knows differently, is opened again with
 # the full token list; after that it must fit.
-_MAX_PLACEMENTS_PER_ROUND = 3
+_MAX_REOPENINGS = 2
 _REOPEN = frozenset(
     {
         target_pb2.VERIFY_STATUS_UNKNOWN_SEQUENCE,
@@ -81,12 +81,13 @@ class VerifyBatcher:
         )
         try:
             traceparent = self._tracing.traceparent_of(span)
-            for _ in range(_MAX_PLACEMENTS_PER_ROUND):
-                message = await self._submit(sequence, proposal, traceparent)
+            message = await self._submit(sequence, proposal, traceparent)
+            for _ in range(_MAX_REOPENINGS):
                 if message.status not in _REOPEN:
                     break
                 self._placements[sequence.sequence_id].is_open = False
-            result = _result(message)
+                message = await self._submit(sequence, proposal, traceparent)
+            result: VerifyResult = _result(message)
             span.set_attribute(names.NUM_ACCEPTED_TOKENS, result.num_accepted_tokens)
             return result
         finally:

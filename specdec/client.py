@@ -21,7 +21,7 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast
 import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 from specdec.errors import FieldViolation
 from specdec.rpc.channel import channel_options

@@ -43,13 +43,6 @@ _LAST_LINES = 8  # of a service's stderr, told when it ends: a traceback's usefu
 _STABLE_S = 60.0  # a draft service that ran this long starts with the shortest backoff again
 _BACKOFF_S = (0.5, 30.0)  # first and longest wait before the draft service starts again
 
-# Idle OpenMP threads must not spin: the processes share the cores.
-_ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "KMP_BLOCKTIME": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-
 # In a process of its own: it can be ended at any time, and the supervisor stays
 # small, because making the default model needs torch.
 _RESOLVE_MODEL = """
@@ -312,7 +305,7 @@ class Deployment:
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=PIPE,
-            env=_ENVIRONMENT | dict(os.environ) | {PARENT_PIPE_FD: str(parent_pipe)},
+            env=dict(os.environ) | {PARENT_PIPE_FD: str(parent_pipe)},
             pass_fds=[parent_pipe],
             start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
         )

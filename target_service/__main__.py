@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from specdec.parent_watch import exit_with_parent
+from specdec.process import prepare_process
 from target_service.settings import TargetSettings
 
 
 def main() -> int:
     """Runs the service; returns its exit code."""
-    exit_with_parent()
+    prepare_process()
     settings = TargetSettings.from_command_line(sys.argv[1:], "target_service")
     # torch and transformers take seconds to import: --help and a bad flag need not wait.
     from specdec.rpc.service import run_process

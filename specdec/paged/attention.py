@@ -248,7 +248,13 @@ class PagedKV:
     def append(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values [N, G, D] to their slots [N].
+        """Writes keys and values to their slots.
+
+        Args:
+            layer: Which layer.
+            slot_mapping: [N] int64 slots.
+            key: [N, G, D].
+            value: [N, G, D].
 
         Returns:
             The layer's keys and values, [num_blocks + 1, block_size, G, D].

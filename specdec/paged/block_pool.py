@@ -96,7 +96,10 @@ class SequenceKV:
         return max(0, self._pool.num_blocks_for(num_tokens) - len(self.block_table))
 
     def grow(self, num_tokens: int) -> None:
-        """Allocates blocks so that `num_tokens` tokens fit.
+        """Allocates blocks.
+
+        Args:
+            num_tokens: Tokens that fit afterwards.
 
         Raises:
             OutOfBlocksError: If the pool has too few; then nothing changes.

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.paged.attention import ATTENTION_NAME, PackedSequence, PagedBatch, PagedKV
 from specdec.paged.block_pool import BlockPool
+from specdec.paged.packed_linear import pack_linears
 
 # Share of the free memory a pool takes when its size is not set. The rest of a
 # CPU machine is other processes'; a GPU is ours.
@@ -49,13 +50,15 @@ class PagedModel:
         self._model.set_attn_implementation(ATTENTION_NAME)
         self.vocab_size = vocab_size
         self.device = model.device
+        dtype = model.dtype
+        pack_linears(model)
         num_heads = config.num_attention_heads
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         if not num_blocks:
             block_bytes = (
                 2 * config.num_hidden_layers * block_size * num_kv_heads * head_dim
-                * model.dtype.itemsize
+                * dtype.itemsize
             )  # fmt: skip
             num_blocks = max(
                 1, min(_free_bytes(self.device) // block_bytes, max_tokens // block_size)
@@ -68,7 +71,7 @@ class PagedModel:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            dtype=model.dtype,
+            dtype=dtype,
             device=self.device,
         )
 
@@ -93,7 +96,7 @@ class PagedModel:
         # Without a row the head is still run, on the first row: transformers has
         # no way to leave it out in every family, and one row costs little.
         wanted = torch.from_numpy(rows if len(rows) else np.zeros(1, dtype=np.int64))
-        logits = self._model(
+        logits: torch.Tensor = self._model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
