@@ -45,7 +45,7 @@ class DraftService(Service):
         """Loads the draft model, if there is one, and makes the engine."""
         settings = self._settings
         set_num_threads(settings.num_threads)
-        drafters: list[Drafter] = [NgramDrafter(settings.max_ngram)]
+        drafters: list[Drafter] = [NgramDrafter(settings.max_ngram, settings.ngram_min_acceptance)]
         self._facts = DraftFacts(drafters=("ngram",))
         if settings.model is not None:
             try:

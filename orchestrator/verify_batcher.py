@@ -121,7 +121,8 @@ class VerifyBatcher:
         if sequence.deadline_s is not None:
             item.remaining_ms = max(0, int((sequence.deadline_s - time.monotonic()) * 1e3))
         key = (sequence.sequence_id, placement.epoch, sequence.round_index)
-        future = self._waiting[key] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[target_pb2.VerifyResult] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = future
         self._client.send(opens=opens, items=[item])
         try:
             return await future
