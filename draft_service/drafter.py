@@ -112,6 +112,8 @@ class Drafter(ABC):
     """
 
     name: str
+    is_traced: bool = True
+    """Whether a step takes long enough to be worth a span of its own."""
 
     @abstractmethod
     def open(self, sequence: DraftSequence) -> None:

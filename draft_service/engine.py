@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import structlog
-from opentelemetry.trace import Span
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from draft_service.drafter import (
     Drafted,
@@ -272,6 +272,8 @@ class DraftEngine(Engine):
             deliver(chunks)
 
     def _start_step_span(self, batch: list[DraftSequence]) -> Span:
+        if not any(self._drafter_of(sequence).is_traced for sequence in batch):
+            return INVALID_SPAN
         spans = [sequence.span for sequence in batch if sequence.span is not None]
         _log.debug("draft step", step_index=self.num_steps, batch_size=len(batch))
         return self._tracing.start_span(

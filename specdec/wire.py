@@ -7,6 +7,7 @@ raises InvalidArgumentError naming field and value.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -155,22 +156,20 @@ def speculation_from_proto(
     )
 
 
-def check_token_ids(field: str, token_ids: object, vocab_size: int) -> None:
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Checks that all ids can be emitted.
 
     Args:
         field: Path of the field, for the error.
-        token_ids: An iterable of non-negative ids.
+        token_ids: Non-negative ids.
         vocab_size: Number of token ids.
 
     Raises:
         InvalidArgumentError: Naming the first id that is out of range.
     """
-    ids = np.fromiter(token_ids, dtype=np.int64)  # type: ignore[call-overload]
-    outside = np.flatnonzero(ids >= vocab_size)
-    if len(outside):
-        index = int(outside[0])
-        raise _bad(f"{field}[{index}]", f"must be below {vocab_size}", int(ids[index]))
+    if max(token_ids, default=0) >= vocab_size:
+        index, token_id = next((i, x) for i, x in enumerate(token_ids) if x >= vocab_size)
+        raise _bad(f"{field}[{index}]", f"must be below {vocab_size}", token_id)
 
 
 def _bad(field: str, expected: str, value: object) -> InvalidArgumentError:

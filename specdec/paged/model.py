@@ -13,9 +13,10 @@ from specdec.paged.attention import ATTENTION_NAME, PackedSequence, PagedBatch, 
 from specdec.paged.block_pool import BlockPool
 from specdec.paged.packed_linear import pack_linears
 
-# Share of the free memory a pool takes when its size is not set. The rest of a
-# CPU machine is other processes'; a GPU is ours.
-_CPU_SHARE, _CUDA_SHARE = 0.25, 0.85
+# Memory a pool takes when its size is not set. The rest of a CPU machine is other
+# processes'; a GPU is ours.
+_CPU_SHARE, _CPU_MOST_BYTES = 0.25, 2 * 1024**3
+_CUDA_SHARE = 0.85
 
 
 class PagedModel:
@@ -109,4 +110,4 @@ class PagedModel:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
-    return int(psutil.virtual_memory().available * _CPU_SHARE)
+    return min(_CPU_MOST_BYTES, int(psutil.virtual_memory().available * _CPU_SHARE))
