@@ -56,8 +56,10 @@ async def _compare(client: AsyncClient) -> None:
     plain = await client.generate(PROMPT, **PLAIN).collect()
 
     same = "the same ids" if drafted.token_ids == plain.token_ids else "other ids (a bf16 near-tie)"
-    print(f"\n\n{summary(drafted)}")
-    print(f"without speculation: {plain.tokens_per_second:.1f} tokens/s, {same}")
+    print(
+        f"\n\n{summary(drafted)}"
+        f" | without speculation {plain.tokens_per_second:.1f} tokens/s, {same}"
+    )
     print(
         f"see the rounds:  specdec trace show {drafted.trace_id}\n"
         f"for Jaeger's upload:  specdec trace export {drafted.trace_id} -o trace.json\n"
