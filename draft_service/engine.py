@@ -188,8 +188,11 @@ class DraftEngine(Engine):
         for sequence in batch:
             by_drafter[sequence.opening.drafter].append(sequence)
         drafted: list[Drafted] = []
-        for name, sequences in by_drafter.items():
-            drafted += self.drafters[name].step(sequences)
+        try:
+            for name, sequences in by_drafter.items():
+                drafted += self.drafters[name].step(sequences)
+        finally:
+            span.end()
         chunks = defaultdict(list)
         for result in drafted:
             if result.sequence.item is not None:
@@ -201,7 +204,6 @@ class DraftEngine(Engine):
         self._step_sequences = []
         for session_id, added in chunks.items():
             self._answer(session_id, added)
-        span.end()
 
     def _advance(self, result: Drafted) -> Chunk:
         """Adds a step's tokens to the proposal; ends it when they are the last."""

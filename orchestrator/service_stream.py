@@ -136,6 +136,9 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "timeout"
                 _log.debug("no stream", address=self.address, reason=reason)
+            except Exception:
+                # A message we cannot read must not end the pairing for good.
+                _log.exception("stream failed", address=self.address)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 

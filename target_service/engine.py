@@ -34,6 +34,8 @@ from target_service.sequence import (
 
 _log = structlog.get_logger(__name__)
 
+_NO_ROOM_PAUSE_S = 0.002
+
 Deliver = Callable[[list[ItemOutcome], int], None]
 """Takes one step's outcomes of one session, and the step's index; on the engine thread."""
 
@@ -215,14 +217,19 @@ class TargetEngine(Engine):
         self._expire(started_s)
         works = self._scheduler.schedule(self._sequences.values())
         if not works:
+            # What holds the blocks goes on with its next item: let it come.
+            time.sleep(_NO_ROOM_PAUSE_S)
             return
         self._step_works = works
         self.stats.num_steps += 1
-        span = self._start_step_span(works)
         for work in works:
             if work.sequence.first_step_s is None:
                 work.sequence.first_step_s = started_s
-        results = self._runner.run(works)
+        span = self._start_step_span(works)
+        try:
+            results = self._runner.run(works)
+        finally:
+            span.end()
         step_ms = (time.monotonic() - started_s) * 1e3
         outcomes = defaultdict(list)
         for work, result in zip(works, results, strict=True):
@@ -232,7 +239,6 @@ class TargetEngine(Engine):
         self._step_works = []
         for session_id, answers in outcomes.items():
             self._answer(session_id, answers, self.stats.num_steps)
-        span.end()
         if self._check_every_step:
             self.check_integrity()
 
@@ -306,6 +312,7 @@ class TargetEngine(Engine):
         item = sequence.item
         assert item is not None
         sequence.item = None
+        sequence.idle_since_s = time.monotonic()
         self._num_waiting -= 1
         self._end_span(sequence, status)
         if status is Status.NON_FINITE_LOGITS:

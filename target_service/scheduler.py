@@ -7,11 +7,16 @@ differ only in how many.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from specdec.paged.block_pool import BlockPool
 from target_service.sequence import Sequence
+
+# A sequence whose next round has not come for this long may lose its blocks to an
+# older or younger one.
+_IDLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Work:
 
 
 class Scheduler:
-    """Picks work, oldest sequence first, and finds blocks for it."""
+    """Picks work, the longest waiting first, and finds blocks for it."""
 
     def __init__(self, pool: BlockPool, *, max_prefill_tokens: int, max_batch_size: int) -> None:
         """Sets the bounds of a step.
@@ -51,18 +56,21 @@ class Scheduler:
     def schedule(self, sequences: Collection[Sequence]) -> list[Work]:
         """Picks the next step's work and allocates its blocks.
 
-        Sequences that want a token or two go before prefills, so that a long
-        prompt freezes nobody. When blocks run out, the youngest sequences lose
-        theirs and are computed again later; the oldest always goes on.
+        Verifies go before prefills, so that a long prompt freezes nobody. When
+        blocks run out, the youngest sequences lose theirs and are computed again
+        later; the oldest always goes on.
 
         Args:
-            sequences: All sequences, oldest first.
+            sequences: All sequences.
 
         Returns:
-            Work with blocks allocated; not empty when some item waits.
+            Work with blocks allocated; empty when nothing waits, or all blocks
+            are held by older sequences that are about to go on.
         """
-        waiting = [sequence for sequence in sequences if sequence.item is not None]
-        waiting.sort(key=lambda sequence: sequence.num_missing_tokens > 1)  # stable: by age
+        waiting = sorted(
+            (sequence for sequence in sequences if sequence.item is not None),
+            key=lambda sequence: (sequence.num_missing_tokens > 1, sequence.waiting_since_s),
+        )
         budget = self._max_prefill_tokens
         works: list[Work] = []
         for sequence in waiting:
@@ -80,21 +88,42 @@ class Scheduler:
         return works
 
     def _make_room(self, work: Work, works: list[Work], sequences: Collection[Sequence]) -> bool:
-        """Allocates a work's blocks, at the cost of younger sequences if need be."""
+        """Allocates a work's blocks, at the cost of other sequences if need be."""
         kv = work.sequence.kv
         num_tokens = kv.num_computed_tokens + work.num_rows
         missing = kv.num_missing_blocks(num_tokens)
         if missing > self._pool.num_free:
-            scheduled = {id(other.sequence) for other in works}
-            for victim in sorted(sequences, key=lambda other: -other.arrival):
-                if victim.arrival <= work.sequence.arrival:
-                    return False
-                if victim.kv.block_table and id(victim) not in scheduled:
-                    victim.kv.release()
-                    self.num_preemptions += 1
-                    if missing <= self._pool.num_free:
-                        break
+            for victim in self._victims(work, works, sequences):
+                victim.kv.release()
+                self.num_preemptions += 1
+                if missing <= self._pool.num_free:
+                    break
             else:
                 return False
         kv.grow(num_tokens)
         return True
+
+    def _victims(
+        self, work: Work, works: list[Work], sequences: Collection[Sequence]
+    ) -> list[Sequence]:
+        """Whose blocks may be taken, youngest first.
+
+        A sequence between two rounds is left alone unless it is younger, or its
+        client has not read for long: else two sequences would take turns in
+        computing everything again.
+        """
+        scheduled = {id(other.sequence) for other in works}
+        now_s = time.monotonic()
+        return sorted(
+            (
+                other
+                for other in sequences
+                if other.kv.block_table
+                and id(other) not in scheduled
+                and (
+                    other.arrival > work.sequence.arrival
+                    or (other.item is None and now_s - other.idle_since_s > _IDLE_S)
+                )
+            ),
+            key=lambda other: -other.arrival,
+        )

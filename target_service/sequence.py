@@ -107,7 +107,15 @@ class Sequence:
     first_step_s: float | None = None
     """time.monotonic() when the item's first step began."""
     last_round_index: int = -1
+    idle_since_s: float = field(default_factory=time.monotonic)
+    """time.monotonic() when the last item was answered."""
     refusal: tuple[Status, str] | None = None
+
+    @property
+    def waiting_since_s(self) -> float:
+        """time.monotonic() when the item arrived."""
+        assert self.item is not None
+        return self.item.arrival_s
 
     @property
     def num_missing_tokens(self) -> int:
