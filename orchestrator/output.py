@@ -92,13 +92,17 @@ class OutputStream:
 
 
 class _Decoder:
-    """Decodes token by token; joined pieces equal the decoded ids."""
+    """Decodes token by token; joined pieces equal the decoded ids, less broken characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, token_id: int) -> str:
+        # The stream replaces bytes that other bytes have shown to be no character.
+        return self._step(token_id).replace("\ufffd", "")
+
+    def _step(self, token_id: int) -> str:
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception:

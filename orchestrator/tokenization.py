@@ -56,11 +56,13 @@ class Tokenization:
             Its ids. A BOS that the text already spells is not added again.
 
         Raises:
-            InvalidArgumentError: If the text is empty.
+            InvalidArgumentError: If the text is empty, or has no tokens.
         """
         if not prompt:
             raise InvalidArgumentError("prompt", "must not be empty")
         ids: list[int] = self._hf(prompt)["input_ids"]
+        if not ids:
+            raise InvalidArgumentError("prompt", f"has no tokens (got {len(prompt)} characters)")
         bos = self._hf.bos_token_id
         if bos is not None and ids[:2] == [bos, bos] and prompt.startswith(str(self._hf.bos_token)):
             return ids[1:]

@@ -81,8 +81,9 @@ def _keep_top_p(probs: torch.Tensor, top_p: list[float]) -> torch.Tensor:
     ).sum(1, keepdim=True)
     is_tie = probs == cutoff
     keep = (probs > cutoff) | (is_tie & (is_tie.cumsum(dim=1) <= num_kept_ties))
-    kept = torch.where(keep | (limit >= 1.0), probs, 0.0)
-    return kept / kept.sum(dim=1, keepdim=True)
+    kept = torch.where(keep, probs, 0.0)
+    # A row without top-p is left as it is, so that its bits do not depend on its neighbours.
+    return torch.where(limit >= 1.0, probs, kept / kept.sum(dim=1, keepdim=True))
 
 
 def draw_tokens(

@@ -262,7 +262,8 @@ def _dense(distributions: list[DraftDistribution], like: torch.Tensor) -> torch.
     """Stacks distributions as [n, V] rows in the dtype and on the device of `like`."""
     dense = torch.zeros(len(distributions), like.shape[1], dtype=like.dtype)
     for row, distribution in zip(dense, distributions, strict=True):
-        probs = torch.from_numpy(distribution.probs).to(like.dtype)
+        # A copy: what was read from the wire is read-only.
+        probs = torch.tensor(distribution.probs, dtype=like.dtype)
         if distribution.token_ids is None:
             row[: len(probs)] = probs
         else:

@@ -1,0 +1,303 @@
+"""Measures decoding: stock transformers, the services plainly, the services with drafts.
+
+    python -m bench.decode --prompts mt_bench.jsonl --prompts humaneval.jsonl
+
+It starts the three services as processes of their own, like `specdec up`, and
+lets the sides take turns, prompt by prompt: a stream at a time, greedy, past
+any end of text, so that all make the same number of tokens. Then many streams
+run at once. Ratios are of speed: above 1 the side named first is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench import samples as arithmetic
+from bench.prompts import DEFAULT_FILE, Prompt, choose, load_prompts
+from bench.samples import Sample, Spread, ratios, spread, to_json
+from bench.stock import StockModel
+from orchestrator.tokenization import Tokenization
+from specdec.client import AsyncClient
+from specdec.models.loading import ModelError, resolve_model
+from specdec.supervisor import Deployment, DeploymentError, DeploymentOptions
+
+_WARM_UP_TOKENS = 8
+# Compute threads of one side spin for some ms after their last work.
+_PAUSE_S = 0.05
+
+
+@dataclass(slots=True)
+class Pair:
+    """One turn of every side on the same prompts."""
+
+    alone: dict[str, list[Sample]] = field(default_factory=dict)
+    """By side: its generations, one after another."""
+    together: dict[str, list[Sample]] = field(default_factory=dict)
+    """By side: generations that ran at the same time."""
+    idle_cpu: float = 0.0
+    """CPU time of the services per second while transformers ran, in cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one prompt set showed. Rates are tokens/s."""
+
+    name: str
+    num_prompts: int
+    mean_prompt_tokens: float
+    ratios: dict[str, Spread]
+    """By what is compared."""
+    rates: dict[str, Spread]
+    """By side: decoding one stream."""
+    first_token_ms: dict[str, Spread]
+    """By side: time to the first token."""
+    mean_acceptance_length: float
+    """Tokens per round with drafts."""
+    acceptance_rate: float
+    idle_cpu: Spread
+    """Cores the services used while transformers ran; more than nearly 0 is unfair."""
+
+
+class Bench:
+    """The sides, and how they take turns."""
+
+    def __init__(
+        self, stock: StockModel, client: AsyncClient, *, max_tokens: int, lookup: bool
+    ) -> None:
+        """Takes loaded and serving sides.
+
+        Args:
+            stock: The model in this process.
+            client: Of the services.
+            max_tokens: Tokens per generation.
+            lookup: Whether the prompt lookup of transformers takes part.
+        """
+        self._stock = stock
+        self._client = client
+        self._max_tokens = max_tokens
+        self.sides = ["transformers", "plain", "ngram", *(["lookup"] if lookup else [])]
+
+    async def warm_up(self, prompt: Prompt) -> None:
+        """Lets every side run once, so that nothing is first met while the clock runs."""
+        for side in self.sides:
+            await self._generate(side, prompt, _WARM_UP_TOKENS)
+
+    async def run_pair(self, index: int, prompts: list[Prompt], streams: list[Prompt]) -> Pair:
+        """Lets every side take its turn.
+
+        Args:
+            index: Of the pair; shifts who goes first.
+            prompts: For one stream at a time.
+            streams: For all streams at once, one each; fewer than 2 leave that out.
+
+        Returns:
+            The samples.
+        """
+        pair = Pair({side: [] for side in self.sides}, {})
+        idle_s = used_s = 0.0
+        for number, prompt in enumerate(prompts):
+            first = (index + number) % len(self.sides)
+            for side in self.sides[first:] + self.sides[:first]:
+                await asyncio.sleep(_PAUSE_S)
+                before_s = _services_cpu_s()
+                sample = await self._generate(side, prompt, self._max_tokens)
+                pair.alone[side].append(sample)
+                if side in ("transformers", "lookup"):
+                    used_s += _services_cpu_s() - before_s
+                    idle_s += sample.end_s - sample.start_s
+        pair.idle_cpu = used_s / idle_s
+        if len(streams) > 1:
+            modes = ("plain", "ngram") if index % 2 == 0 else ("ngram", "plain")
+            for side in modes:
+                await asyncio.sleep(_PAUSE_S)
+                runs = (self._generate(side, prompt, self._max_tokens) for prompt in streams)
+                pair.together[side] = await asyncio.gather(*runs)
+        return pair
+
+    async def _generate(self, side: str, prompt: Prompt, max_tokens: int) -> Sample:
+        if side in ("transformers", "lookup"):
+            # On this thread: nothing else is to run meanwhile.
+            return self._stock.generate(prompt, max_tokens, lookup=side == "lookup")
+        start_s = time.perf_counter()
+        stream = self._client.generate(
+            [{"role": "user", "content": prompt.content}],
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            speculation=side == "ngram",
+        )
+        arrivals = []
+        async for chunk in stream:
+            arrivals.append((time.perf_counter(), len(chunk.tokens)))
+        result = stream.result
+        num_sent = len(prompt.token_ids)
+        assert result.usage.prompt_tokens == num_sent, "the sides were given different prompts"
+        stats = result.speculation
+        return Sample(
+            start_s=start_s,
+            arrivals=tuple(arrivals),
+            num_rounds=stats.num_rounds,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+        )
+
+
+def make_report(name: str, prompts: list[Prompt], pairs: Sequence[Pair]) -> Report:
+    """Sums a prompt set up.
+
+    Args:
+        name: Of the set.
+        prompts: Those of one stream.
+        pairs: At least one, all with the same sides.
+
+    Returns:
+        The report.
+    """
+    sides = list(pairs[0].alone)
+    decode = {s: [arithmetic.decode_rate(pair.alone[s]) for pair in pairs] for s in sides}
+    total = {s: [arithmetic.total_rate(pair.alone[s]) for pair in pairs] for s in sides}
+    compared = [("plain", "transformers"), ("ngram", "plain"), ("ngram", "transformers")]
+    if "lookup" in sides:
+        compared += [("lookup", "transformers"), ("ngram", "lookup")]
+    by_name: dict[str, list[float]] = {}
+    for kind, rates in (("decode", decode), ("end to end", total)):
+        for a, b in compared:
+            by_name[f"{kind}: {a} / {b}"] = ratios(rates[a], rates[b])
+    for side, streams in pairs[0].together.items():
+        key = f"{len(streams)} streams / 1, {side}"
+        steady = [arithmetic.steady_rate(pair.together[side]) for pair in pairs]
+        by_name[f"decode: {key}"] = ratios(steady, decode[side])
+        whole = [arithmetic.concurrent_rate(pair.together[side]) for pair in pairs]
+        by_name[f"end to end: {key}"] = ratios(whole, total[side])
+    drafted = [sample for pair in pairs for sample in pair.alone["ngram"]]
+    num_draft_tokens = sum(sample.num_draft_tokens for sample in drafted)
+    num_rounds = sum(sample.num_rounds for sample in drafted)
+    return Report(
+        name=name,
+        num_prompts=len(prompts),
+        mean_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts) / len(prompts),
+        ratios={key: spread(values) for key, values in by_name.items()},
+        rates={side: spread(decode[side]) for side in sides},
+        first_token_ms={
+            side: spread(1e3 * (s.first_s - s.start_s) for pair in pairs for s in pair.alone[side])
+            for side in sides
+        },
+        mean_acceptance_length=sum(s.num_tokens for s in drafted) / max(1, num_rounds),
+        acceptance_rate=sum(s.num_accepted_tokens for s in drafted) / max(1, num_draft_tokens),
+        idle_cpu=spread(pair.idle_cpu for pair in pairs),
+    )
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Prints a prompt set's tables."""
+    title = f"{report.name}: {report.num_prompts} prompts of {report.mean_prompt_tokens:.0f} tokens"
+    table = Table("speed", "median", "min", "max", title=title, title_justify="left")
+    for key, ratio in report.ratios.items():
+        table.add_row(key, *(f"{v:.2f}" for v in (ratio.median, ratio.low, ratio.high)))
+    console.print(table)
+    for side, rate in report.rates.items():
+        first_ms = report.first_token_ms[side].median
+        console.print(
+            f"  {side}: {rate.median:.1f} tokens/s ({rate.low:.1f} to {rate.high:.1f}),"
+            f" first token after {first_ms:.0f} ms",
+            highlight=False,
+        )
+    console.print(
+        f"  ngram: {report.mean_acceptance_length:.2f} tokens per round,"
+        f" {report.acceptance_rate:.0%} of the drafts accepted\n"
+        f"  services while transformers ran: {report.idle_cpu.median:.3f} cores\n",
+        highlight=False,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark.
+
+    Args:
+        argv: The command line, without the program's name; None: the process's.
+
+    Returns:
+        The exit code: 1 when a model, a prompt file or the deployment fails.
+    """
+    options = _parse(argv)
+    try:
+        reports = asyncio.run(_run(options))
+    except (ModelError, DeploymentError, OSError, ValueError) as error:
+        print(f"bench.decode: {error}", file=sys.stderr)
+        return 1
+    if options.json is not None:
+        document = {"options": vars(options), "reports": [asdict(report) for report in reports]}
+        text = json.dumps(to_json(document), indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+async def _run(options: argparse.Namespace) -> list[Report]:
+    folder = resolve_model(options.model)
+    tokenization = Tokenization(folder)
+    files = options.prompts or [DEFAULT_FILE]
+    sets = {file: load_prompts(file, tokenization, options.max_prompt_tokens) for file in files}
+    deployment = Deployment(
+        DeploymentOptions(target=str(folder), drafter="ngram", dtype=options.dtype, port=0),
+        report=lambda _: None,
+    )
+    console, reports = Console(), []
+    async with deployment, AsyncClient(deployment.orchestrator_address) as client:
+        stock = StockModel(folder, options.dtype)
+        bench = Bench(stock, client, max_tokens=options.max_tokens, lookup=options.lookup)
+        await bench.warm_up(sets[files[0]][0])
+        for file, all_prompts in sets.items():
+            prompts = choose(all_prompts, options.num_prompts)
+            streams = choose(all_prompts, options.streams)
+            pairs = [await bench.run_pair(i, prompts, streams) for i in range(options.pairs)]
+            reports.append(make_report(file.stem, prompts, pairs))
+            print_report(reports[-1], console)
+    return reports
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--prompts", type=Path, action="append", help="JSON lines with turns; may be repeated")
+    add("--pairs", type=_positive, default=5, help="turns of every side (5)")
+    add("--num-prompts", type=_positive, default=4, help="prompts of each set, per turn (4)")
+    add("--max-tokens", type=_positive, default=64, help="tokens per generation (64)")
+    add("--max-prompt-tokens", type=_positive, default=1500, help="longer ones are cut (1500)")
+    add("--streams", type=_positive, default=8, help="concurrent streams; 1 for none (8)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both sides")
+    add("--model", default="default", help="default, a local folder, or a hub id")
+    add("--lookup", action="store_true", help="let transformers' prompt lookup take part")
+    add("--json", type=Path, help="file to write the figures to")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
+    return value
+
+
+def _services_cpu_s() -> float:
+    """CPU time the services have used, in s."""
+    total_s = 0.0
+    for process in psutil.Process().children():
+        times = process.cpu_times()
+        total_s += times.user + times.system
+    return total_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())
