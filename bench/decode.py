@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -24,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import samples as arithmetic
+from bench.command_line import positive_int, write_json
 from bench.prompts import DEFAULT_FILE, Prompt, choose, load_prompts
-from bench.samples import Sample, Spread, ratios, spread, to_json
+from bench.samples import Sample, Spread, ratios, spread
 from bench.stock import StockModel
 from orchestrator.tokenization import Tokenization
 from specdec.client import AsyncClient
@@ -201,8 +201,9 @@ def make_report(name: str, prompts: list[Prompt], pairs: Sequence[Pair]) -> Repo
 
 def print_report(report: Report, console: Console) -> None:
     """Prints a prompt set's tables."""
-    title = f"{report.name}: {report.num_prompts} prompts of {report.mean_prompt_tokens:.0f} tokens"
-    table = Table("speed", "median", "min", "max", title=title, title_justify="left")
+    prompts = f"{report.num_prompts} prompts of {report.mean_prompt_tokens:.0f} tokens"
+    console.print(f"{report.name}: {prompts}", highlight=False)
+    table = Table("speed", "median", "min", "max")
     for key, ratio in report.ratios.items():
         table.add_row(key, *(f"{v:.2f}" for v in (ratio.median, ratio.low, ratio.high)))
     console.print(table)
@@ -237,9 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench.decode: {error}", file=sys.stderr)
         return 1
     if options.json is not None:
-        document = {"options": vars(options), "reports": [asdict(report) for report in reports]}
-        text = json.dumps(to_json(document), indent=2)
-        options.json.write_text(text + "\n", encoding="utf-8")
+        figures = [asdict(report) for report in reports]
+        write_json(options.json, {"options": vars(options), "reports": figures})
     return 0
 
 
@@ -271,23 +271,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--prompts", type=Path, action="append", help="JSON lines with turns; may be repeated")
-    add("--pairs", type=_positive, default=5, help="turns of every side (5)")
-    add("--num-prompts", type=_positive, default=4, help="prompts of each set, per turn (4)")
-    add("--max-tokens", type=_positive, default=64, help="tokens per generation (64)")
-    add("--max-prompt-tokens", type=_positive, default=1500, help="longer ones are cut (1500)")
-    add("--streams", type=_positive, default=8, help="concurrent streams; 1 for none (8)")
+    add("--pairs", type=positive_int, default=5, help="turns of every side (5)")
+    add("--num-prompts", type=positive_int, default=4, help="prompts of each set, per turn (4)")
+    add("--max-tokens", type=positive_int, default=64, help="tokens per generation (64)")
+    add("--max-prompt-tokens", type=positive_int, default=1500, help="longer ones are cut (1500)")
+    add("--streams", type=positive_int, default=8, help="concurrent streams; 1 for none (8)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both sides")
     add("--model", default="default", help="default, a local folder, or a hub id")
     add("--lookup", action="store_true", help="let transformers' prompt lookup take part")
     add("--json", type=Path, help="file to write the figures to")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 (got {value})")
-    return value
 
 
 def _services_cpu_s() -> float:

@@ -39,7 +39,7 @@ async def _serve(num_bytes: int) -> None:
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)
     await asyncio.to_thread(sys.stdin.read)  # until whoever started it closes it, or ends
-    await server.stop(None)
+    await server.stop(1.0)
 
 
 if __name__ == "__main__":

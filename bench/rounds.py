@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -31,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import echo, zero_cost
-from bench.samples import Spread, ratios, spread, to_json
+from bench.command_line import positive_int, write_json
+from bench.samples import Spread, ratios, spread
 from specdec.client import AsyncClient
 from specdec.models.loading import ModelError, load_tokenizer, resolve_model, vocab_size
 from specdec.rpc.channel import open_channel
@@ -223,11 +223,9 @@ async def measure(model: str, num_pairs: int, num_rounds: int) -> Report:
 
 def print_report(report: Report, console: Console) -> None:
     """Prints the table."""
-    title = (
-        f"{report.num_rounds} rounds of {report.mean_acceptance_length:.2f} tokens,"
-        " with a model that costs nothing"
-    )
-    table = Table("per round", "median", "min", "max", title=title, title_justify="left")
+    rounds = f"{report.num_rounds} rounds of {report.mean_acceptance_length:.2f} tokens"
+    console.print(f"{rounds}, with a model that costs nothing", highlight=False)
+    table = Table("per round", "median", "min", "max")
     for name, values, unit in (
         ("ours", report.ours_ms, " ms"),
         ("echo of the same bytes", report.echo_ms, " ms"),
@@ -252,8 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--pairs", type=int, default=7, help="turns of each side (7)")
-    parser.add_argument("--rounds", type=int, default=500, help="rounds per turn (500)")
+    parser.add_argument("--pairs", type=positive_int, default=7, help="turns of each side (7)")
+    parser.add_argument("--rounds", type=positive_int, default=500, help="rounds per turn (500)")
     parser.add_argument("--model", default="default", help="whose tokenizer to use")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args(argv)
@@ -264,9 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print_report(report, Console())
     if options.json is not None:
-        options.json.write_text(
-            json.dumps(to_json(asdict(report)), indent=2) + "\n", encoding="utf-8"
-        )
+        write_json(options.json, asdict(report))
     return 0
 
 

@@ -11,8 +11,6 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +63,6 @@ def spread(values: Iterable[float]) -> Spread:
     if not finite:
         return Spread(math.nan, math.nan, math.nan)
     return Spread(statistics.median(finite), min(finite), max(finite))
-
-
-def to_json(value: Any) -> Any:
-    """Makes a value JSON can hold: paths become text, NaN null."""
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from orchestrator.draft_client import DraftClient
@@ -28,7 +28,7 @@ class DecodeLoop:
 
     async def run(
         self, sequence: Sequence, drafter: str
-    ) -> AsyncIterator[tuple[VerifyResult, list[OutputToken]]]:
+    ) -> AsyncGenerator[tuple[VerifyResult, list[OutputToken]], None]:
         """Decodes a sequence to its end.
 
         Args:

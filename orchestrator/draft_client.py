@@ -55,6 +55,8 @@ class _Placement:
     token_ids: list[int] = field(default_factory=list)
     draft_probs: list[DraftDistribution] = field(default_factory=list)
     is_final: asyncio.Event = field(default_factory=asyncio.Event)
+    takes_probs: bool = True
+    """Whether distributions are read: coupled and greedy proposals have none."""
     is_refused: bool = False
     """Whether the drafter will not serve this sequence."""
 
@@ -168,6 +170,8 @@ class DraftClient(
         placement.num_synced_tokens = sequence.base_length
         acceptance = sequence.speculation.acceptance
         keys = sequence.keys
+        # A seeded output must not depend on what a drafter sends along.
+        placement.takes_probs = acceptance is Acceptance.REJECTION and not sequence.params.is_greedy
         self.send(
             opens=[
                 draft_pb2.OpenDraft(
@@ -239,9 +243,10 @@ class DraftClient(
         try:
             self._check_chunk(placement, chunk)
             placement.token_ids += chunk.token_ids
-            placement.draft_probs += [
-                distribution_from_proto(q, self._vocab_size) for q in chunk.distributions
-            ]
+            if placement.takes_probs:
+                placement.draft_probs += [
+                    distribution_from_proto(q, self._vocab_size) for q in chunk.distributions
+                ]
         except InvalidArgumentError as error:
             # Nonsense: the whole proposal is dropped, whatever was drawn.
             placement.token_ids, placement.draft_probs = [], []
@@ -263,6 +268,8 @@ class DraftClient(
             raise InvalidArgumentError("parent_indices", "trees are not supported yet")
         check_token_ids("token_ids", chunk.token_ids, self._vocab_size)
         has_probs = bool(chunk.distributions)
+        if not placement.takes_probs:
+            return
         is_mixed = placement.token_ids and has_probs != bool(placement.draft_probs)
         if (has_probs and len(chunk.distributions) != len(chunk.token_ids)) or (
             is_mixed and chunk.token_ids

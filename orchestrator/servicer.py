@@ -109,9 +109,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             sequence = await self._begin(request, deadline_s)
             drafter = self._drafter_for(sequence)
             try:
-                async for result, tokens in self._backend.loop.run(sequence, drafter):
-                    clock.tick(result.queue_ms)
-                    yield to_response(request.request_id, sequence, tokens, drafter, clock)
+                async with contextlib.aclosing(self._backend.loop.run(sequence, drafter)) as rounds:
+                    async for result, tokens in rounds:
+                        clock.tick(result.queue_ms)
+                        yield to_response(request.request_id, sequence, tokens, drafter, clock)
             except ServiceError:
                 usage = usage_of(sequence).SerializeToString()
                 context.set_trailing_metadata(((_USAGE, usage),))

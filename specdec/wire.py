@@ -236,10 +236,10 @@ def distribution_from_proto(
     field = "distributions"
     if len(message.probs) % 4 or len(message.token_ids) % 4:
         raise _bad(f"{field}.probs", "must be 4-byte elements", len(message.probs))
-    probs = np.frombuffer(message.probs, dtype="<f4").astype(np.float32, copy=False)
+    probs = np.frombuffer(message.probs, dtype="<f4").astype(np.float32)
     token_ids = None
     if message.form == tensor_pb2.DISTRIBUTION_FORM_SPARSE:
-        token_ids = np.frombuffer(message.token_ids, dtype="<u4").astype(np.uint32, copy=False)
+        token_ids = np.frombuffer(message.token_ids, dtype="<u4").astype(np.uint32)
         if len(token_ids) != len(probs):
             raise _bad(f"{field}.token_ids", f"must hold {len(probs)} ids", len(token_ids))
         if len(token_ids) and int(token_ids.max()) >= vocab_size:

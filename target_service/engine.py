@@ -20,7 +20,7 @@ from specdec.paged.block_pool import SequenceKV
 from specdec.paged.model import PagedModel
 from specdec.telemetry import names
 from specdec.telemetry.tracing import Tracing
-from specdec.types import VerifyResult
+from specdec.types import Proposal, VerifyResult
 from target_service.model_runner import ModelRunner, NonFiniteLogitsError
 from target_service.scheduler import Scheduler, Work
 from target_service.sequence import (
@@ -81,7 +81,10 @@ class TargetEngine(Engine):
         self._check_every_step = check_integrity
         self._runner = ModelRunner(model)
         self._scheduler = Scheduler(
-            self._pool, max_prefill_tokens=max_prefill_tokens, max_batch_size=max_batch_size
+            self._pool,
+            evict=self._free,
+            max_prefill_tokens=max_prefill_tokens,
+            max_batch_size=max_batch_size,
         )
         self._sequences: dict[tuple[int, int], Sequence] = {}  # oldest first
         self._deliver: dict[int, Deliver] = {}
@@ -166,7 +169,7 @@ class TargetEngine(Engine):
             return
         assert sequence is not None
         if item.base_length + len(item.proposal.token_ids) > self._context_size:
-            item = replace(item, proposal=type(item.proposal)())
+            item = replace(item, proposal=Proposal())
         # What was retained of the previous round is now known; the rest goes.
         del sequence.token_ids[item.base_length :]
         sequence.digest.rollback(item.base_length)
@@ -251,9 +254,17 @@ class TargetEngine(Engine):
         kv = sequence.kv
         kv.num_computed_tokens += work.num_committed_rows
         if result is None:
+            sequence.is_kv_proven = False
             return None
         if isinstance(result, NonFiniteLogitsError):
+            sequence.is_kv_proven = False
+            self._free(sequence)
+            if item.proposal.token_ids:
+                # The fault may be a drafted token's: computed again without drafts.
+                sequence.item = replace(item, proposal=Proposal())
+                return None
             return self._end_item(sequence, Status.NON_FINITE_LOGITS, "logits are not finite")
+        sequence.is_kv_proven = True
         # KV is valid for the pending token and the accepted drafts; the token
         # after them is the new pending one.
         kv.num_computed_tokens += result.num_accepted_tokens
@@ -281,7 +292,8 @@ class TargetEngine(Engine):
         """Answers the items of a step that raised; their KV is computed again if asked for."""
         works, self._step_works = self._step_works, []
         for work in works:
-            self._clear(work.sequence)
+            work.sequence.is_kv_proven = False
+            self._free(work.sequence)
             if work.sequence.item is not None:
                 outcome = self._end_item(work.sequence, Status.FAILED, type(error).__name__)
                 self._answer(work.sequence.session_id, [outcome], step_index=0)
@@ -315,22 +327,21 @@ class TargetEngine(Engine):
         sequence.idle_since_s = time.monotonic()
         self._num_waiting -= 1
         self._end_span(sequence, status)
-        if status is Status.NON_FINITE_LOGITS:
-            self._clear(sequence)
         return ItemOutcome(item, status, detail, result)
 
-    def _clear(self, sequence: Sequence) -> None:
-        """Frees blocks that may hold a NaN, so that it never reaches another sequence."""
+    def _free(self, sequence: Sequence) -> None:
+        """Frees a sequence's blocks, cleared if they may hold a NaN, which masked reads spread."""
         held = sequence.kv.release()
-        if held:
+        if held and not sequence.is_kv_proven:
             self._model.kv.clear(held)
+        sequence.is_kv_proven = True
 
     def _drop(self, sequence: Sequence) -> None:
         del self._sequences[sequence.session_id, sequence.sequence_id]
         self._num_waiting -= sequence.item is not None
         sequence.item = None
         self._end_span(sequence)
-        sequence.kv.release()
+        self._free(sequence)
 
     def _end_span(self, sequence: Sequence, status: Status = Status.STALE) -> None:
         if sequence.span is not None:

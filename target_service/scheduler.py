@@ -8,7 +8,7 @@ differ only in how many.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from specdec.paged.block_pool import BlockPool
@@ -40,15 +40,24 @@ class Work:
 class Scheduler:
     """Picks work, the longest waiting first, and finds blocks for it."""
 
-    def __init__(self, pool: BlockPool, *, max_prefill_tokens: int, max_batch_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        evict: Callable[[Sequence], None],
+        max_prefill_tokens: int,
+        max_batch_size: int,
+    ) -> None:
         """Sets the bounds of a step.
 
         Args:
             pool: Where blocks come from.
+            evict: Frees a sequence's blocks, to make room for another.
             max_prefill_tokens: Most prompt tokens of a step, over all sequences.
             max_batch_size: Most sequences of a step.
         """
         self._pool = pool
+        self._evict = evict
         self._max_prefill_tokens = max_prefill_tokens
         self._max_batch_size = max_batch_size
         self.num_preemptions = 0
@@ -94,7 +103,7 @@ class Scheduler:
         missing = kv.num_missing_blocks(num_tokens)
         if missing > self._pool.num_free:
             for victim in self._victims(work, works, sequences):
-                victim.kv.release()
+                self._evict(victim)
                 self.num_preemptions += 1
                 if missing <= self._pool.num_free:
                     break

@@ -107,6 +107,8 @@ class Sequence:
     first_step_s: float | None = None
     """time.monotonic() when the item's first step began."""
     last_round_index: int = -1
+    is_kv_proven: bool = True
+    """Whether logits that depend on all of the KV were finite; a prefill chunk's are not known."""
     idle_since_s: float = field(default_factory=time.monotonic)
     """time.monotonic() when the last item was answered."""
     refusal: tuple[Status, str] | None = None

@@ -56,7 +56,12 @@ async def running(
     Yields:
         The deployment, once it serves.
     """
-    common: dict[str, Any] = {"port": 0, "trace_dir": trace_dir, "drain_grace_ms": 1_000}
+    common: dict[str, Any] = {
+        "port": 0,
+        "trace_dir": trace_dir,
+        "drain_grace_ms": 1_000,
+        "num_threads": 1,
+    }
     async with contextlib.AsyncExitStack() as stack:
         target_service = TargetService(
             TargetSettings(

@@ -42,6 +42,7 @@ class Service(ABC):
         self.tracing = setup_tracing(self.name, settings.trace_dir)
         self.active_rpcs = ActiveRpcInterceptor()
         self.address = ""
+        self._is_loaded = False
 
     @abstractmethod
     def register(self, server: GrpcServer) -> None:
@@ -69,7 +70,7 @@ class Service(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Frees everything; no call runs any more."""
+        """Frees what was loaded; no call runs any more."""
 
     async def start(self, stop: asyncio.Event | None = None) -> bool:
         """Brings the service up.
@@ -96,7 +97,7 @@ class Service(ABC):
         self.register(self._server)
         port = await self._server.start()
         self.address = f"{self._common.host}:{port}"
-        await load_or_stop(self.load, stop)
+        await load_or_stop(self._load, stop)
         if stop.is_set():
             await self._server.stop(0)
             return False
@@ -112,17 +113,29 @@ class Service(ABC):
         self._server.set_serving(True)
         return True
 
+    def _load(self) -> None:
+        self.load()
+        self._is_loaded = True
+
     async def stop(self) -> None:
-        """Drains within the grace, then frees everything; bounded."""
+        """Drains within the grace, then frees everything; bounded.
+
+        Also after a start that failed.
+        """
         self._server.set_serving(False)
         await self.drain()
         await self._server.stop(self._common.drain_grace_ms / 1e3)
-        await self.close()
+        if self._is_loaded:
+            await self.close()
         await asyncio.to_thread(self.tracing.shutdown)
 
     async def __aenter__(self) -> Service:
-        """Starts."""
-        await self.start()
+        """Starts; what had begun is stopped when that fails."""
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -143,6 +156,7 @@ class Service(ABC):
                 return 0
         except StartError as error:
             sys.stderr.write(f"{self.name}: {error}\n")
+            await self.stop()
             return 1
         # The line a supervisor reads the port from.
         sys.stdout.write(f"serving: {self.address}\n")

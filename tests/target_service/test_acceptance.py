@@ -139,7 +139,7 @@ def test_chains_of_one_step_do_not_know_of_each_other() -> None:
 
 def test_sparse_and_dense_forms_decide_the_same() -> None:
     rng = np.random.default_rng(1)
-    for seed in range(200):
+    for seed in range(100):
         support = rng.permutation(20)[:5]
         probs = rng.dirichlet(np.ones(5)).astype(np.float32)
         full = np.zeros(20, dtype=np.float32)
@@ -175,7 +175,7 @@ def markov_law(seed: int, vocab_size: int, share_of_zeros: float = 0.0) -> Law:
 
 
 def disjoint(law: Law) -> tuple[Law, Law]:
-    """p on the even ids, q on the odd ones."""
+    """P on the even ids, q on the odd ones."""
 
     def part(remainder: int) -> Law:
         def masked(prefix: tuple[int, ...]) -> torch.Tensor:
@@ -390,7 +390,7 @@ def test_acceptance_is_the_overlap_for_an_unrelated_draft() -> None:
 
 
 def test_tiny_probabilities_keep_their_ratio() -> None:
-    """p = 1e-9 against q = 1e-8 is accepted one time in ten (case A56)."""
+    """P = 1e-9 against q = 1e-8 is accepted one time in ten (case A56)."""
     num_chains = 20_000
     q = dense([1.0 - 1e-8, 1e-8])
     chains = [chain([1], [q], seed=seed) for seed in range(num_chains)]
@@ -400,7 +400,7 @@ def test_tiny_probabilities_keep_their_ratio() -> None:
 
 
 def test_a_token_the_target_cannot_emit_is_never_accepted() -> None:
-    """u may be 0, and 0 < 0 is false."""
+    """U may be 0, and 0 < 0 is false."""
     assert accept_probs(torch.tensor([0.0]), torch.tensor([1e-30])).item() == 0.0
     q = dense([0.5, 0.5, 0.0])
     chains = [chain([0], [q], seed=seed) for seed in range(2_000)]
@@ -410,13 +410,13 @@ def test_a_token_the_target_cannot_emit_is_never_accepted() -> None:
 
 def test_every_position_has_a_uniform_of_its_own() -> None:
     """Whether one draft is accepted says nothing about the next."""
-    num_chains = 20_000
+    num_chains = 10_000
     q = dense([0.5, 0.5])
     target = logits_of([0.25, 0.75], [0.25, 0.75], [0.25, 0.75])
     chains = [chain([0, 0], [q, q], seed=seed) for seed in range(num_chains)]
     outcomes = verify_chains(target.repeat(num_chains, 1), chains)
     counts = np.bincount([outcome.num_accepted_tokens for outcome in outcomes], minlength=3)
-    assert np.abs(counts / num_chains - [0.5, 0.25, 0.25]).max() < 0.02
+    assert np.abs(counts / num_chains - [0.5, 0.25, 0.25]).max() < 0.025
 
 
 # The redraw check.

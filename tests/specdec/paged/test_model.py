@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from specdec.models.loading import ModelError
+from specdec.models.loading import ModelError, load_model
 from specdec.paged.attention import PackedSequence
-from specdec.paged.loading import load_paged_model
 from specdec.paged.model import PagedModel
 from tests.toy_models import save_random_llama, save_random_qwen2, toy_tokenizer
 
@@ -21,16 +20,14 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 96
 
 
-def open_paged(folder: Path) -> PagedModel:
-    return load_paged_model(
-        str(folder),
-        dtype="float32",
-        device="cpu",
+def open_paged(folder: Path, vocab_size: int = VOCAB_SIZE) -> PagedModel:
+    return PagedModel(
+        load_model(folder, torch.float32, "cpu", report=lambda line: None),
+        vocab_size=vocab_size,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        max_sequences=8,
-        report=lambda line: None,
-    ).model
+        max_tokens=NUM_BLOCKS * BLOCK_SIZE,
+    )
 
 
 class Reference:
@@ -143,7 +140,7 @@ def test_a_cleared_block_can_be_used_again(folder: Path) -> None:
 
 def test_padded_embeddings_give_no_logits_beyond_the_vocabulary(tmp_path: Path) -> None:
     folder = save_random_llama(tmp_path, vocab_size=60, padded_vocab_size=64)
-    logits = open_paged(folder).forward([PackedSequence([1, 2], 0, [0])], [2])
+    logits = open_paged(folder, vocab_size=60).forward([PackedSequence([1, 2], 0, [0])], [2])
     assert logits.shape == (2, 60)
     close(logits, Reference(folder).logits([1, 2])[:, :60])
 
