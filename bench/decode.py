@@ -5,7 +5,9 @@
 It starts the three services as processes of their own, like `specdec up`, and
 lets the sides take turns, prompt by prompt: a stream at a time, greedy, past
 any end of text, so that all make the same number of tokens. Then many streams
-run at once. Ratios are of speed: above 1 the side named first is faster.
+run at once. Ratios are of speed: above 1 the side named first is faster. The
+median, least and greatest are over the pairs; `typical` takes each prompt's
+median time over the pairs first, which holds on a machine that others use too.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Report:
     num_prompts: int
     mean_prompt_tokens: float
     ratios: dict[str, Spread]
-    """By what is compared."""
+    """By what is compared, over the pairs."""
+    typical: dict[str, float]
+    """The same from each prompt's median time over its turns: bursts of other work count less."""
     rates: dict[str, Spread]
     """By side: decoding one stream."""
     first_token_ms: dict[str, Spread]
@@ -170,16 +174,30 @@ def make_report(name: str, prompts: list[Prompt], pairs: Sequence[Pair]) -> Repo
     compared = [("plain", "transformers"), ("ngram", "plain"), ("ngram", "transformers")]
     if "lookup" in sides:
         compared += [("lookup", "transformers"), ("ngram", "lookup")]
+    turns = {s: [pair.alone[s] for pair in pairs] for s in sides}
+    typical_decode = {s: arithmetic.typical_rate(turns[s]) for s in sides}
+    typical_total = {s: arithmetic.typical_rate(turns[s], with_prefill=True) for s in sides}
     by_name: dict[str, list[float]] = {}
-    for kind, rates in (("decode", decode), ("end to end", total)):
+    typical: dict[str, float] = {}
+    for kind, rates, typical_rates in (
+        ("decode", decode, typical_decode),
+        ("end to end", total, typical_total),
+    ):
         for a, b in compared:
-            by_name[f"{kind}: {a} / {b}"] = ratios(rates[a], rates[b])
+            key = f"{kind}: {a} / {b}"
+            by_name[key] = ratios(rates[a], rates[b])
+            typical[key] = ratios([typical_rates[a]], [typical_rates[b]])[0]
     for side, streams in pairs[0].together.items():
-        key = f"{len(streams)} streams / 1, {side}"
         steady = [arithmetic.steady_rate(pair.together[side]) for pair in pairs]
-        by_name[f"decode: {key}"] = ratios(steady, decode[side])
         whole = [arithmetic.concurrent_rate(pair.together[side]) for pair in pairs]
-        by_name[f"end to end: {key}"] = ratios(whole, total[side])
+        for kind, rate, alone, typical_alone in (
+            ("decode", steady, decode[side], typical_decode[side]),
+            ("end to end", whole, total[side], typical_total[side]),
+        ):
+            key = f"{kind}: {len(streams)} streams / 1, {side}"
+            by_name[key] = ratios(rate, alone)
+            # The median of times, as in the rate it is divided by.
+            typical[key] = 1 / spread(1 / r for r in rate).median / typical_alone
     drafted = [sample for pair in pairs for sample in pair.alone["ngram"]]
     num_draft_tokens = sum(sample.num_draft_tokens for sample in drafted)
     num_rounds = sum(sample.num_rounds for sample in drafted)
@@ -188,6 +206,7 @@ def make_report(name: str, prompts: list[Prompt], pairs: Sequence[Pair]) -> Repo
         num_prompts=len(prompts),
         mean_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts) / len(prompts),
         ratios={key: spread(values) for key, values in by_name.items()},
+        typical=typical,
         rates={side: spread(decode[side]) for side in sides},
         first_token_ms={
             side: spread(1e3 * (s.first_s - s.start_s) for pair in pairs for s in pair.alone[side])
@@ -203,9 +222,10 @@ def print_report(report: Report, console: Console) -> None:
     """Prints a prompt set's tables."""
     prompts = f"{report.num_prompts} prompts of {report.mean_prompt_tokens:.0f} tokens"
     console.print(f"{report.name}: {prompts}", highlight=False)
-    table = Table("speed", "median", "min", "max")
+    table = Table("speed", "typical", "median", "min", "max")
     for key, ratio in report.ratios.items():
-        table.add_row(key, *(f"{v:.2f}" for v in (ratio.median, ratio.low, ratio.high)))
+        values = (report.typical[key], ratio.median, ratio.low, ratio.high)
+        table.add_row(key, *(f"{value:.2f}" for value in values))
     console.print(table)
     for side, rate in report.rates.items():
         first_ms = report.first_token_ms[side].median

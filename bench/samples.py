@@ -95,6 +95,30 @@ def total_rate(samples: Iterable[Sample]) -> float:
     return sum(sample.num_tokens for sample in samples) / duration_s
 
 
+def typical_rate(turns: Sequence[Sequence[Sample]], *, with_prefill: bool = False) -> float:
+    """Tokens per second when a burst of other work slows some turns down.
+
+    A sum over prompts is as slow as its slowest part. Here the time of each
+    prompt is the median over its turns.
+
+    Args:
+        turns: One side: per pair, its samples of the same prompts.
+        with_prefill: Whether the clock starts with the request.
+
+    Returns:
+        Tokens/s; NaN when nothing follows the first outputs.
+    """
+    duration_s, num_tokens = 0.0, 0.0
+    for same_prompt in zip(*turns, strict=True):
+        starts_s = [s.start_s if with_prefill else s.first_s for s in same_prompt]
+        durations_s = [s.end_s - start_s for s, start_s in zip(same_prompt, starts_s, strict=True)]
+        skipped = [0 if with_prefill else s.arrivals[0][1] for s in same_prompt]
+        counts = [s.num_tokens - n for s, n in zip(same_prompt, skipped, strict=True)]
+        duration_s += statistics.median(durations_s)
+        num_tokens += statistics.median(counts)
+    return num_tokens / duration_s if duration_s > 0 else math.nan
+
+
 def steady_rate(samples: Sequence[Sample]) -> float:
     """Tokens per second of concurrent generations while all of them decode.
 

@@ -167,10 +167,12 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
             _log.info("stream down", address=self.address)
             self.on_lost()
 
-    @staticmethod
-    async def _requests(outbox: asyncio.Queue[Request]) -> AsyncIterator[Request]:
+    async def _requests(self, outbox: asyncio.Queue[Request]) -> AsyncIterator[Request]:
         while True:
-            yield await outbox.get()
+            message = await outbox.get()
+            if message is self._tick_message:
+                self._tick_message = None  # complete: what is ready later is another message
+            yield message
 
     # Sending.
 
@@ -187,17 +189,13 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
         if not self.is_connected:
             return
         if self._tick_message is None:
+            # The writer wakes up in the next tick, so that all of this tick's joins in.
             self._tick_message = self.new_request()
             self._tick_bytes = 0
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._outbox.put_nowait(self._tick_message)
         for field, messages in (("opens", opens), ("items", items), ("releases", releases)):
             for message in messages:
                 getattr(self._tick_message, field).append(message)
                 self._tick_bytes += message.ByteSize()
         if self._tick_bytes > _MAX_TICK_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._tick_message is not None:
-            self._outbox.put_nowait(self._tick_message)
             self._tick_message = None

@@ -25,7 +25,7 @@ Shapes: B = chains, R = rows of all chains, V = vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -104,14 +104,29 @@ def is_redrawn(chain: Chain) -> bool:
     A drafter that truncates or rounds q after sampling, or that drops or
     replaces drawn tokens, would bend the output; it is caught here.
     """
-    return all(
-        draw_from_distribution(
-            distribution, uniform_prob(chain.keys.propose, chain.base_length + index)
-        )
-        == token_id
-        for index, (token_id, distribution) in enumerate(
-            zip(chain.draft_token_ids, chain.draft_probs, strict=True)
-        )
+    return redraw(chain).draft_token_ids == chain.draft_token_ids
+
+
+def redraw(chain: Chain) -> Chain:
+    """Makes a chain what its q's and the propose key draw.
+
+    Args:
+        chain: With a q for each token.
+
+    Returns:
+        The chain up to the first token that is not the draw, which is replaced
+        by the draw. Where it ends depends on nothing drawn later, so the output
+        is exact. To set the proposal aside would bend it: whether a token
+        passes depends on its value.
+    """
+    drafts: list[int] = []
+    for token_id, distribution in zip(chain.draft_token_ids, chain.draft_probs, strict=True):
+        uniform = uniform_prob(chain.keys.propose, chain.base_length + len(drafts))
+        drafts.append(draw_from_distribution(distribution, uniform))
+        if drafts[-1] != token_id:
+            break
+    return replace(
+        chain, draft_token_ids=tuple(drafts), draft_probs=chain.draft_probs[: len(drafts)]
     )
 
 

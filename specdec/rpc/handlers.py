@@ -7,9 +7,10 @@ function of the request (or the request iterator) and the context.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeAlias
 
 import grpc
@@ -51,13 +52,32 @@ def wrap_handler(handler: Handler, wrap: Callable[[Behaviour], Behaviour]) -> Ha
 
 
 def _written(generate: Callable[[Any, Context], Any]) -> Behaviour:
-    """Turns a handler that yields its responses into one that writes them."""
+    """Turns a handler that yields its responses into one that writes them.
+
+    A write goes on while the handler makes the next response, but no further: a
+    slow reader holds the handler up one response later.
+    """
 
     async def behaviour(request: Any, context: Context) -> None:
-        # Closed here, so that a cancelled call runs the handler's `finally` at
-        # once; left to itself, grpc.aio leaves that to the garbage collector.
-        async with aclosing(generate(request, context)) as responses:
-            async for response in responses:
-                await context.write(response)
+        write: asyncio.Future[None] | None = None
+        try:
+            # Closed here, so that a cancelled call runs the handler's `finally` at
+            # once; left to itself, grpc.aio leaves that to the garbage collector.
+            async with aclosing(generate(request, context)) as responses:
+                async for response in responses:
+                    if write is not None:
+                        await write
+                    write = asyncio.ensure_future(context.write(response))
+        except asyncio.CancelledError:
+            if write is not None:
+                write.cancel()
+            raise
+        except Exception:
+            if write is not None:
+                with suppress(Exception):  # what the handler raised is the cause
+                    await write
+            raise
+        if write is not None:
+            await write
 
     return behaviour

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -115,6 +116,8 @@ class Service(ABC):
 
     def _load(self) -> None:
         self.load()
+        # What is loaded stays: collections need not walk through it again.
+        gc.freeze()
         self._is_loaded = True
 
     async def stop(self) -> None:

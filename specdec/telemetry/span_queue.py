@@ -46,6 +46,10 @@ class SpanQueue(SpanProcessor):
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Counts a span as open."""
+        self.on_started()
+
+    def on_started(self) -> None:
+        """Counts a span as open that the SDK did not start."""
         with self._lock:
             self.num_open += 1
 

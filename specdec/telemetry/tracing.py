@@ -24,9 +24,11 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
+from specdec.telemetry.light_span import LightSpan
 from specdec.telemetry.span_queue import SpanQueue
 from specdec.telemetry.trace_file import TraceFileExporter, default_trace_dir
 
@@ -56,6 +58,7 @@ class Tracing:
         self._queue = SpanQueue(exporter)
         provider.add_span_processor(self._queue)
         self.tracer = provider.get_tracer("specdec")
+        self._scope = InstrumentationScope("specdec")
 
     @property
     def num_open_spans(self) -> int:
@@ -90,6 +93,20 @@ class Tracing:
         Returns:
             The span, to be ended with `end()`.
         """
+        if kind is SpanKind.INTERNAL and parent:
+            parent_context = _span_context(parent)
+            if parent_context is not None and parent_context.trace_flags.sampled:
+                self._queue.on_started()
+                return LightSpan(
+                    name,
+                    parent_context,
+                    resource=self._provider.resource,
+                    scope=self._scope,
+                    attributes=attributes,
+                    links=links,
+                    start_time_ns=start_time_ns,
+                    on_end=self._queue.on_end,
+                )
         context = _context(parent)
         return self.tracer.start_span(name, context, kind, attributes, links, start_time_ns)
 
@@ -181,6 +198,14 @@ def parse_traceparent(traceparent: str) -> SpanContext | None:
         is_remote=True,
         trace_flags=TraceFlags(int(match[4], 16)),
     )
+    return context if context.is_valid else None
+
+
+def _span_context(parent: Span | SpanContext | str) -> SpanContext | None:
+    """The ids of a parent; None when there are none."""
+    if isinstance(parent, str):
+        return parse_traceparent(parent)
+    context = parent if isinstance(parent, SpanContext) else parent.get_span_context()
     return context if context.is_valid else None
 
 

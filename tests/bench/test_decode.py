@@ -20,6 +20,7 @@ from bench.samples import (
     spread,
     steady_rate,
     total_rate,
+    typical_rate,
 )
 from orchestrator.tokenization import Tokenization
 from tests.toy_models import save_random_llama
@@ -67,6 +68,15 @@ def test_streams_that_never_overlap_have_no_steady_rate() -> None:
     assert math.isnan(steady_rate(runs))
 
 
+def test_a_burst_in_one_turn_does_not_count() -> None:
+    def turn(first_prompt_s: float, second_prompt_s: float) -> list[Sample]:
+        return [sample(0.0, (1.0, 1), (1.0 + s, 4)) for s in (first_prompt_s, second_prompt_s)]
+
+    turns = [turn(2.0, 60.0), turn(2.0, 6.0), turn(90.0, 6.0)]
+    assert typical_rate(turns) == pytest.approx(8 / 8)
+    assert typical_rate(turns, with_prefill=True) == pytest.approx(10 / 10)
+
+
 def test_ratios_are_taken_pair_by_pair() -> None:
     assert ratios([2.0, 9.0, 4.0], [1.0, 3.0, 8.0]) == [2.0, 3.0, 0.5]
     assert math.isnan(ratios([1.0], [0.0])[0])
@@ -105,6 +115,8 @@ def test_report() -> None:
     assert report.ratios["decode: ngram / plain"].median == pytest.approx(2.0)
     assert report.ratios["decode: 3 streams / 1, plain"].median == pytest.approx(3.0)
     assert report.ratios["end to end: plain / transformers"].median == pytest.approx(2.0)
+    assert report.typical["decode: plain / transformers"] == pytest.approx(2.0)
+    assert report.typical["decode: 3 streams / 1, plain"] == pytest.approx(3.0)
     assert report.rates["transformers"].high == pytest.approx(1.0)
     assert report.first_token_ms["ngram"].low == pytest.approx(500.0)
     assert report.mean_acceptance_length == pytest.approx(4 / 3)

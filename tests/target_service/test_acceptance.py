@@ -23,6 +23,7 @@ from target_service.acceptance import (
     ChainOutcome,
     accept_probs,
     is_redrawn,
+    redraw,
     residual_probs,
     verify_chains,
 )
@@ -455,12 +456,44 @@ def test_a_prefix_passes_the_redraw_check() -> None:
     assert count_caught(lambda c: tampered(c, c.draft_token_ids[:2], c.draft_probs[:2])) == 0
 
 
-def test_truncation_after_sampling_is_caught() -> None:
-    def truncate(c: Chain) -> Chain:
-        kept = [np.where(q.probs >= np.sort(q.probs)[-2], q.probs, 0.0) for q in c.draft_probs]
-        return tampered(c, c.draft_token_ids, [dense(probs / probs.sum()) for probs in kept])
+def truncate(c: Chain) -> Chain:
+    kept = [np.where(q.probs >= np.sort(q.probs)[-2], q.probs, 0.0) for q in c.draft_probs]
+    return tampered(c, c.draft_token_ids, [dense(probs / probs.sum()) for probs in kept])
 
+
+def test_truncation_after_sampling_is_caught() -> None:
     assert count_caught(truncate) > 200
+
+
+def test_a_redrawn_chain_ends_with_the_first_token_that_is_replaced() -> None:
+    for seed in range(300):
+        honest = drawn_chain(seed)
+        assert redraw(honest) == honest
+        sent = truncate(honest)
+        redrawn = redraw(sent)
+        assert is_redrawn(redrawn)
+        length = len(redrawn.draft_token_ids)
+        assert redrawn.draft_probs == sent.draft_probs[:length]
+        assert redrawn.draft_token_ids[:-1] == sent.draft_token_ids[: length - 1]
+        if redrawn.draft_token_ids[-1] == sent.draft_token_ids[length - 1]:
+            assert length == 3
+
+
+def test_a_redrawn_chain_gives_the_targets_law() -> None:
+    """Whatever the drafter did after the draw; dropping what differs would not."""
+    num_chains = 20_000
+    p, q = [0.55, 0.35, 0.06, 0.04], [0.45, 0.30, 0.15, 0.10]
+    sent = [truncate(c) for c in draw_chains(np.array(q), num_chains, 1)]
+
+    def law(chains: list[Chain]) -> np.ndarray:
+        rows = sum(c.num_rows for c in chains)
+        outcomes = verify_chains(logits_of(p).expand(rows, -1), chains)
+        first = [outcome.output_token_ids[0] for outcome in outcomes]
+        return np.bincount(first, minlength=4) / num_chains
+
+    assert np.abs(law([redraw(c) for c in sent]) - p).max() < 0.02
+    set_aside = [c if is_redrawn(c) else tampered(c, (), ()) for c in sent]
+    assert np.abs(law(set_aside) - p).max() > 0.05
 
 
 def test_rounding_after_sampling_is_caught() -> None:
