@@ -117,9 +117,9 @@ class VerifyResult:
     num_accepted_tokens: int
     """Length of the accepted prefix; excludes the recovered or bonus token."""
     num_draft_tokens: int
-    """Drafted tokens that were verified; 0 when the proposal was set aside."""
+    """Drafted tokens that were verified; fewer than proposed after a redraw mismatch."""
     redraw_mismatch: bool = False
-    """Whether the proposal was set aside by the redraw check."""
+    """Whether a drafted token was not the draw from its q."""
     queue_ms: float = 0.0
     """From the item's arrival until its first step began, in ms."""
     step_ms: float = 0.0

@@ -251,6 +251,8 @@ def distribution_from_proto(
     if not 0 < len(probs) <= vocab_size:
         raise _bad(f"{field}.probs", f"must hold 1 to {vocab_size} elements", len(probs))
     # A NaN fails both comparisons.
-    if not (bool((probs >= 0.0).all()) and abs(float(probs.sum(dtype=np.float64)) - 1.0) <= 1e-4):
-        raise _bad(f"{field}.probs", "must be a distribution", float(probs.sum()))
+    if not ((probs >= 0.0) & (probs <= 1.0)).all():
+        raise InvalidArgumentError(f"{field}.probs", "must hold probabilities")
+    if abs(float(probs.sum(dtype=np.float64)) - 1.0) > 1e-4:
+        raise _bad(f"{field}.probs", "must sum to 1", float(probs.sum()))
     return DraftDistribution(probs, token_ids)

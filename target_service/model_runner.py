@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from specdec.paged.attention import PackedSequence
 from specdec.paged.model import PagedModel
 from specdec.types import VerifyResult
-from target_service.acceptance import Chain, is_redrawn, verify_chains
+from target_service.acceptance import Chain, is_redrawn, redraw, verify_chains
 from target_service.scheduler import Work
 
 
@@ -51,13 +51,7 @@ class ModelRunner:
                 )
                 is_mismatch = chain.uses_rejection and not is_redrawn(chain)
                 if is_mismatch:
-                    chain = Chain(
-                        draft_token_ids=(),
-                        draft_probs=(),
-                        params=sequence.params,
-                        keys=sequence.keys,
-                        base_length=item.base_length,
-                    )
+                    chain = redraw(chain)
                 chains.append(chain)
                 mismatches.append(is_mismatch)
                 rows = [*rows, *chain.draft_token_ids]

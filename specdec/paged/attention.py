@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -75,59 +76,58 @@ class PagedBatch:
             pool: Where their KV lives.
         """
         self.pool = pool
-        block_size = pool.block_size
-        counts = [len(sequence.token_ids) for sequence in sequences]
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        positions, slots = [], []
-        for sequence, count in zip(sequences, counts, strict=True):
-            position = np.arange(sequence.first_position, sequence.first_position + count)
-            table = np.asarray(sequence.block_table)
-            positions.append(position)
-            slots.append(table[position // block_size] * block_size + position % block_size)
-        token_ids = np.concatenate([np.asarray(sequence.token_ids) for sequence in sequences])
-        self.input_ids = torch.from_numpy(token_ids.astype(np.int64))[None].to(pool.device)
-        self.position_ids = torch.from_numpy(np.concatenate(positions))[None].to(pool.device)
-        self.slot_mapping = torch.from_numpy(np.concatenate(slots)).to(pool.device)
-        self.num_tokens = int(starts[-1])
+        counts = np.array([len(sequence.token_ids) for sequence in sequences])  # rows of each
+        firsts = np.array([sequence.first_position for sequence in sequences])
+        starts = np.cumsum(counts) - counts  # packed index of each one's first row
+        tables = np.full(
+            (len(sequences), max(len(sequence.block_table) for sequence in sequences)),
+            pool.null_block,
+        )
+        for table, sequence in zip(tables, sequences, strict=True):
+            table[: len(sequence.block_table)] = sequence.block_table
+        owners = np.repeat(np.arange(len(sequences)), counts)  # [N]
+        positions = np.arange(len(owners)) + (firsts - starts)[owners]  # [N]
+        blocks, offsets = np.divmod(positions, pool.block_size)
+        slots = tables[owners, blocks] * pool.block_size + offsets
+        token_ids = np.fromiter(
+            chain.from_iterable(sequence.token_ids for sequence in sequences), np.int64
+        )
+        self.input_ids = torch.from_numpy(token_ids)[None].to(pool.device)
+        self.position_ids = torch.from_numpy(positions)[None].to(pool.device)
+        self.slot_mapping = torch.from_numpy(slots).to(pool.device)
+        self.num_tokens = len(owners)
         self._groups = [
-            self._group([(sequences[i], int(starts[i]), positions[i]) for i in members])
-            for members in _group_members(sequences, block_size)
+            self._group(counts[members], firsts[members], starts[members], tables[members])
+            for members in _group_members(sequences, pool.block_size)
         ]
 
-    def _group(self, members: list[tuple[PackedSequence, int, np.ndarray]]) -> _Group:
-        """Lays out one group's rows, blocks and mask."""
+    def _group(
+        self, counts: np.ndarray, firsts: np.ndarray, starts: np.ndarray, tables: np.ndarray
+    ) -> _Group:
+        """Lays out one group's rows, blocks and mask; its arrays have B entries."""
         pool = self.pool
-        num_rows = max(len(position) for _, _, position in members)  # Q
-        num_blocks = max(
-            int(position[-1]) // pool.block_size + 1 for _, _, position in members
-        )  # C / block_size
-        context = np.arange(num_blocks * pool.block_size)
-        allowed = np.empty((len(members), num_rows, len(context)), dtype=bool)
-        rows = np.empty((len(members), num_rows), dtype=np.int64)
-        blocks = np.full((len(members), num_blocks), pool.null_block)
-        is_padded = False
-        for i, (sequence, start, position) in enumerate(members):
-            count = len(position)
-            padded = np.pad(position, (0, num_rows - count), mode="edge")
-            rows[i] = np.minimum(np.arange(start, start + num_rows), start + count - 1)
-            allowed[i] = context <= padded[:, None]
-            held = int(position[-1]) // pool.block_size + 1
-            blocks[i, :held] = sequence.block_table[:held]
-            is_padded = is_padded or count < num_rows
-        mask = torch.zeros(allowed.shape, dtype=pool.dtype).masked_fill_(
-            torch.from_numpy(~allowed), -torch.inf
+        # A sequence with fewer rows than the longest repeats its last one.
+        row = np.minimum(np.arange(counts.max()), counts[:, None] - 1)  # [B, Q]
+        last_blocks = (firsts + counts - 1) // pool.block_size  # [B]
+        num_blocks = int(last_blocks.max()) + 1
+        is_held = np.arange(num_blocks) <= last_blocks[:, None]
+        blocks = np.where(is_held, tables[:, :num_blocks], pool.null_block)
+        context = np.arange(num_blocks * pool.block_size)  # [C]
+        is_hidden = context > (firsts[:, None] + row)[:, :, None]  # [B, Q, C]
+        mask = torch.zeros(is_hidden.shape, dtype=pool.dtype).masked_fill_(
+            torch.from_numpy(is_hidden), -torch.inf
         )
         mask = mask[:, None].repeat(1, 1, pool.num_query_groups, 1)
         valid = None
-        if is_padded:
-            lengths = np.array([len(position) for _, _, position in members])
-            valid = torch.from_numpy((np.arange(num_rows) < lengths[:, None]).ravel())
+        if counts.min() < counts.max():
+            is_row = np.arange(counts.max()) < counts[:, None]
+            valid = torch.from_numpy(is_row.ravel()).to(pool.device)
         return _Group(
-            rows=_as_slice(rows, pool.device),
+            rows=_as_slice(starts[:, None] + row, pool.device),
             blocks=_as_slice(blocks, pool.device),
-            valid=None if valid is None else valid.to(pool.device),
+            valid=valid,
             mask=mask.to(pool.device),
-            num_sequences=len(members),
+            num_sequences=len(counts),
         )
 
     def attend(
