@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from draft_service.drafter import OpenCommand, ProposeItem, Status
 from draft_service.engine import Chunk, DraftEngine
 from specdec.errors import InvalidArgumentError, UnavailableError
 from specdec.paged.block_pool import BlockPool
+from specdec.rpc.session import serve_session
 from specdec.types import MAX_DRAFT_TOKENS
 from specdec.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2
 from specdec.wire import (
@@ -85,30 +86,23 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         del context
         self._check_serving()
         session_id = next(self._session_ids)
-        outbox: asyncio.Queue[draft_pb2.ProposeResponse | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
 
-        def deliver(chunks: list[Chunk]) -> None:
-            # On the engine thread: encoding here keeps the event loop free.
-            response = draft_pb2.ProposeResponse(chunks=map(_chunk, chunks))
-            loop.call_soon_threadsafe(outbox.put_nowait, response)
+        def begin(send: Callable[[draft_pb2.ProposeResponse], None]) -> None:
+            # Delivered on the engine thread: encoding there keeps the event loop free.
+            def deliver(chunks: list[Chunk]) -> None:
+                send(draft_pb2.ProposeResponse(chunks=map(_chunk, chunks)))
 
-        async def read() -> None:
-            try:
-                async for request in request_iterator:
-                    self._post(session_id, request)
-            finally:
-                outbox.put_nowait(None)
+            self._engine.post(partial(self._engine.open_session, session_id, deliver))
 
-        self._engine.post(partial(self._engine.open_session, session_id, deliver))
-        reader = asyncio.create_task(read())
-        try:
-            while (response := await outbox.get()) is not None:
+        session = serve_session(
+            request_iterator,
+            begin=begin,
+            take=partial(self._post, session_id),
+            end=lambda: self._engine.post(partial(self._engine.close_session, session_id)),
+        )
+        async with aclosing(session) as responses:
+            async for response in responses:
                 yield response
-            await reader
-        finally:
-            reader.cancel()
-            self._engine.post(partial(self._engine.close_session, session_id))
 
     def _post(self, session_id: int, request: draft_pb2.ProposeRequest) -> None:
         """Hands one message's commands to the engine, as one command."""

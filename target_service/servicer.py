@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
 import grpc
 
 from specdec.errors import InvalidArgumentError, UnavailableError
+from specdec.rpc.session import serve_session
 from specdec.types import MAX_DRAFT_TOKENS, Proposal
 from specdec.v1 import target_pb2, target_pb2_grpc
 from specdec.wire import (
@@ -86,30 +87,23 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         del context
         self._check_serving()
         session_id = next(self._session_ids)
-        outbox: asyncio.Queue[target_pb2.VerifyResponse | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
 
-        def deliver(outcomes: list[ItemOutcome], step_index: int) -> None:
-            # On the engine thread: encoding here keeps the event loop free.
-            response = _response(outcomes, step_index)
-            loop.call_soon_threadsafe(outbox.put_nowait, response)
+        def begin(send: Callable[[target_pb2.VerifyResponse], None]) -> None:
+            # Delivered on the engine thread: encoding there keeps the event loop free.
+            def deliver(outcomes: list[ItemOutcome], step_index: int) -> None:
+                send(_response(outcomes, step_index))
 
-        async def read() -> None:
-            try:
-                async for request in request_iterator:
-                    self._post(session_id, request)
-            finally:
-                outbox.put_nowait(None)
+            self._engine.post(partial(self._engine.open_session, session_id, deliver))
 
-        self._engine.post(partial(self._engine.open_session, session_id, deliver))
-        reader = asyncio.create_task(read())
-        try:
-            while (response := await outbox.get()) is not None:
+        session = serve_session(
+            request_iterator,
+            begin=begin,
+            take=partial(self._post, session_id),
+            end=lambda: self._engine.post(partial(self._engine.close_session, session_id)),
+        )
+        async with aclosing(session) as responses:
+            async for response in responses:
                 yield response
-            await reader
-        finally:
-            reader.cancel()
-            self._engine.post(partial(self._engine.close_session, session_id))
 
     def _post(self, session_id: int, request: target_pb2.VerifyRequest) -> None:
         """Hands one message's commands to the engine, as one command."""
