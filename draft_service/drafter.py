@@ -112,8 +112,8 @@ class Drafter(ABC):
     """
 
     name: str
-    is_traced: bool = True
-    """Whether a step takes long enough to be worth a span of its own."""
+    owns_device: bool = True
+    """Whether its steps compute; else they are look-ups, not worth a thread or a span."""
 
     @abstractmethod
     def open(self, sequence: DraftSequence) -> None:

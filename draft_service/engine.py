@@ -55,7 +55,8 @@ class DraftEngine(Engine):
             max_batch_size: Most sequences of a step.
             tracing: Where spans go.
         """
-        super().__init__("draft-engine")
+        owns_device = any(drafter.owns_device for drafter in drafters)
+        super().__init__("draft-engine", owns_device=owns_device)
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self._max_batch_size = max_batch_size
         self._tracing = tracing
@@ -274,14 +275,14 @@ class DraftEngine(Engine):
             deliver(chunks)
 
     def _start_step_span(self, batch: list[DraftSequence]) -> Span:
-        if not any(self._drafter_of(sequence).is_traced for sequence in batch):
+        if not any(self._drafter_of(sequence).owns_device for sequence in batch):
             return INVALID_SPAN
         spans = [sequence.span for sequence in batch if sequence.span is not None]
         _log.debug("draft step", step_index=self.num_steps, batch_size=len(batch))
         return self._tracing.start_span(
             names.DRAFT_STEP,
             parent=None,
-            links=self._tracing.links_to(self._tracing.traceparent_of(span) for span in spans),
+            links=self._tracing.links_to(spans),
             attributes={names.STEP_INDEX: self.num_steps, names.BATCH_SIZE: len(batch)},
         )
 

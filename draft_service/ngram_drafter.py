@@ -31,7 +31,7 @@ class NgramDrafter(Drafter):
     """Proposes by n-gram look-up in the sequence's own tokens."""
 
     name = "ngram"
-    is_traced = False
+    owns_device = False
 
     def __init__(self, max_ngram: int, min_acceptance: float) -> None:
         """Sets the bounds.

@@ -142,10 +142,13 @@ class DraftClient(
                 self._open(placement, sequence, drafter)
                 return _NOTHING
             self._ask(placement, sequence, num_tokens, self._tracing.traceparent_of(span))
+            loop = asyncio.get_running_loop()
+            deadline = loop.call_later(self._timeout_s(sequence), placement.is_final.set)
             try:
-                async with asyncio.timeout(self._timeout_s(sequence)):
-                    await placement.is_final.wait()
-            except TimeoutError:
+                await placement.is_final.wait()
+            finally:
+                deadline.cancel()
+            if placement.outstanding is not None:
                 self.fallbacks["late"] += 1
                 span.set_attribute(names.FALLBACK_REASON, "late")
             proposal = Proposal(tuple(placement.token_ids), tuple(placement.draft_probs))

@@ -20,12 +20,16 @@ _log = structlog.get_logger(__name__)
 class Engine(ABC):
     """Runs commands and steps on its own thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, owns_device: bool = True) -> None:
         """Makes the thread, not started.
 
         Args:
             name: The thread's name.
+            owns_device: Whether steps compute. An engine whose steps are mere
+                look-ups runs commands and steps at once, where they are posted,
+                and needs no thread: two thread switches would be most of its time.
         """
+        self._owns_device = owns_device
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopped = False
@@ -49,7 +53,8 @@ class Engine(ABC):
 
     def start(self) -> None:
         """Starts the thread."""
-        self._thread.start()
+        if self._owns_device:
+            self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Ends the thread after the running step; posted commands still run."""
@@ -58,18 +63,30 @@ class Engine(ABC):
             self._thread.join(timeout_s)
 
     def post(self, command: Callable[[], None]) -> None:
-        """Runs a command on the engine thread before the next step; any thread may call it."""
-        self._inbox.put(command)
+        """Runs a command before the next step; on the engine thread, if there is one.
+
+        Args:
+            command: What to run. Without a device, all calls must come from one thread.
+        """
+        if self._owns_device:
+            self._inbox.put(command)
+            return
+        self._run_command(command)
+        while self.has_work:
+            self._run_step()
 
     def _run(self) -> None:
         while not self._stopped:
             self._run_commands()
             if self.has_work and not self._stopped:
-                try:
-                    self.step()
-                except Exception as error:
-                    _log.exception("step failed")
-                    self.fail_step(error)
+                self._run_step()
+
+    def _run_step(self) -> None:
+        try:
+            self.step()
+        except Exception as error:
+            _log.exception("step failed")
+            self.fail_step(error)
 
     def _run_commands(self) -> None:
         """Runs what is posted; waits for something when there is no work."""

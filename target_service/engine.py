@@ -370,7 +370,7 @@ class TargetEngine(Engine):
         return self._tracing.start_span(
             names.TARGET_STEP,
             parent=None,
-            links=self._tracing.links_to(self._tracing.traceparent_of(span) for span in spans),
+            links=self._tracing.links_to(spans),
             attributes={
                 names.STEP_INDEX: self.stats.num_steps,
                 names.BATCH_SIZE: len(works),

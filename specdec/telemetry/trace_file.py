@@ -12,13 +12,13 @@ which all of these versions take.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
 import platformdirs
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -55,7 +55,7 @@ class TraceFileExporter(SpanExporter):
         self._folder = folder
         self._service_name = service_name.replace(os.sep, "_")
         self._max_bytes = max_bytes
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         # A flush and the export thread may both write.
         self._lock = threading.Lock()
 
@@ -86,7 +86,7 @@ class TraceFileExporter(SpanExporter):
                 self._file.close()
                 self._file = None
 
-    def _writable_file(self) -> IO[str]:
+    def _writable_file(self) -> IO[bytes]:
         if self._file is not None and self._file.tell() >= self._max_bytes:
             self._file.close()
             self._file = None
@@ -96,13 +96,13 @@ class TraceFileExporter(SpanExporter):
             self._delete_old_files()
         return self._file
 
-    def _create_file(self) -> IO[str]:
+    def _create_file(self) -> IO[bytes]:
         """Opens the next unused name: two services of a name may share a process."""
         number = 0
         while True:
             name = f"{self._service_name}-{os.getpid()}-{number}{_SUFFIX}"
             try:
-                return (self._folder / name).open("x", encoding="utf-8")
+                return (self._folder / name).open("xb")
             except FileExistsError:
                 number += 1
 
@@ -119,7 +119,7 @@ def _modified(path: Path) -> int:
         return 0
 
 
-def encode_spans(spans: Sequence[ReadableSpan]) -> str:
+def encode_spans(spans: Sequence[ReadableSpan]) -> bytes:
     """One line of OTLP/JSON.
 
     Args:
@@ -128,14 +128,13 @@ def encode_spans(spans: Sequence[ReadableSpan]) -> str:
     Returns:
         The line, with its end.
     """
-    # Span by span: one json.dumps of the whole batch would keep the
+    # Span by span: one dump of the whole batch would keep the
     # interpreter lock for milliseconds, and with it the engine.
-    encoded = ",".join([json.dumps(_encode_span(span), separators=(",", ":")) for span in spans])
-    resource = json.dumps({"attributes": _encode_attributes(spans[0].resource.attributes)})
-    scope = '{"name":"specdec"}'
+    encoded = b",".join([orjson.dumps(_encode_span(span)) for span in spans])
+    resource = orjson.dumps({"attributes": _encode_attributes(spans[0].resource.attributes)})
     return (
-        f'{{"resourceSpans":[{{"resource":{resource},'
-        f'"scopeSpans":[{{"scope":{scope},"spans":[{encoded}]}}]}}]}}\n'
+        b'{"resourceSpans":[{"resource":%b,"scopeSpans":[{"scope":{"name":"specdec"},"spans":[%b]}]}]}\n'
+        % (resource, encoded)
     )
 
 

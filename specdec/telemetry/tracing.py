@@ -120,14 +120,10 @@ class Tracing:
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
 
     @staticmethod
-    def link_to(traceparent: str) -> Link | None:
-        """A link to that span; None when it is malformed or not sampled."""
-        context = parse_traceparent(traceparent)
-        return Link(context) if context is not None and context.trace_flags.sampled else None
-
-    def links_to(self, traceparents: Iterable[str]) -> list[Link]:
-        """Links to those of the spans that can be linked to."""
-        return [link for link in map(self.link_to, traceparents) if link is not None]
+    def links_to(spans: Iterable[Span]) -> list[Link]:
+        """Links to those of the spans that are sampled."""
+        contexts = (span.get_span_context() for span in spans)
+        return [Link(context) for context in contexts if context.trace_flags.sampled]
 
     def flush(self, timeout_ms: int = FLUSH_TIMEOUT_MS) -> bool:
         """Exports what has ended so far.

@@ -43,11 +43,9 @@ def write_request(folder: Path, num_rounds: int, start_ns: int = 1_000_000_000) 
             traceparent = orchestrator.traceparent_of(span)
             remote = tracing.start_span(remote_name, parent=traceparent, start_time_ns=begin_ns)
             if tracing is target:
-                link = target.link_to(target.traceparent_of(remote))
-                assert link is not None
                 step = target.start_span(
                     names.TARGET_STEP,
-                    links=[link],
+                    links=target.links_to([remote]),
                     attributes={names.BATCH_SIZE: 2},
                     start_time_ns=begin_ns,
                 )
