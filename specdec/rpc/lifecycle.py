@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+import uvloop
+
 from specdec.rpc.server import PortInUseError
 
 T = TypeVar("T")
@@ -37,7 +39,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        return asyncio.run(_run(main))
+        return uvloop.run(_run(main))
     except PortInUseError as error:
         sys.stderr.write(f"{error}\n")
         return 1
