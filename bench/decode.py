@@ -30,11 +30,13 @@ from bench.prompts import DEFAULT_FILE, Prompt, choose, load_prompts
 from bench.samples import Sample, Spread, ratios, spread
 from bench.stock import StockModel
 from orchestrator.tokenization import Tokenization
-from specdec.client import AsyncClient
+from specdec.client import AsyncClient, GenerationError
 from specdec.models.loading import ModelError, resolve_model
 from specdec.supervisor import Deployment, DeploymentError, DeploymentOptions
 
 _WARM_UP_TOKENS = 8
+# Of one generation; far beyond what a busy machine takes: one that hangs is to be told.
+_TIMEOUT_S = 600.0
 # Compute threads of one side spin for some ms after their last work.
 _PAUSE_S = 0.05
 
@@ -140,6 +142,7 @@ class Bench:
             max_tokens=max_tokens,
             ignore_eos=True,
             speculation=side == "ngram",
+            timeout_s=_TIMEOUT_S,
         )
         arrivals = []
         async for chunk in stream:
@@ -254,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     try:
         reports = asyncio.run(_run(options))
-    except (ModelError, DeploymentError, OSError, ValueError) as error:
+    except (ModelError, DeploymentError, GenerationError, OSError, ValueError) as error:
         print(f"bench.decode: {error}", file=sys.stderr)
         return 1
     if options.json is not None:

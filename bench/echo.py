@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import uvloop
 
 from specdec.rpc.server import server_options
 
@@ -43,4 +44,4 @@ async def _serve(num_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(int(sys.argv[1])))
+    uvloop.run(_serve(int(sys.argv[1])))

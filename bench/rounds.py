@@ -8,7 +8,8 @@ greedy stream; the time of a round is that between two messages at the client.
 
 The echo: this process asks one grpc.aio server after the other, over streams
 that stay open, for messages of the sizes that a round really has. It parses
-nothing, and has no third hop to a client. Both sides take turns.
+nothing, and has no third hop to a client. Both sides take turns, on the same
+kind of event loop.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
+import uvloop
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +34,7 @@ from rich.table import Table
 from bench import echo, zero_cost
 from bench.command_line import positive_int, write_json
 from bench.samples import Spread, ratios, spread
-from specdec.client import AsyncClient
+from specdec.client import AsyncClient, GenerationError
 from specdec.models.loading import ModelError, load_tokenizer, resolve_model, vocab_size
 from specdec.rpc.channel import open_channel
 from specdec.supervisor import Deployment, DeploymentError, DeploymentOptions, module_command
@@ -41,6 +43,8 @@ from specdec.v1 import draft_pb2, orchestrator_pb2, target_pb2
 _NUM_PROMPT_TOKENS = 128
 _TRACEPARENT = f"00-{1:032x}-{1:016x}-01"
 _WARM_UP_ROUNDS = 100
+# Far beyond what a busy machine takes: a service that hangs is to be told.
+_TIMEOUT_S, _ROUND_TIMEOUT_S = 60.0, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +163,7 @@ class Ours:
             temperature=0.0,
             ignore_eos=True,
             max_tokens=num_rounds * (zero_cost.NUM_ACCEPTED_TOKENS + 1),
+            timeout_s=_TIMEOUT_S + num_rounds * _ROUND_TIMEOUT_S,
         )
         arrivals_s = [time.perf_counter() async for _ in stream]
         self.num_rounds += stream.result.speculation.num_rounds
@@ -256,8 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args(argv)
     try:
-        report = asyncio.run(measure(options.model, options.pairs, options.rounds))
-    except (ModelError, DeploymentError, grpc.aio.AioRpcError) as error:
+        report = uvloop.run(measure(options.model, options.pairs, options.rounds))
+    except (ModelError, DeploymentError, GenerationError, grpc.aio.AioRpcError) as error:
         print(f"bench.rounds: {error}", file=sys.stderr)
         return 1
     print_report(report, Console())
