@@ -7,10 +7,12 @@ one thread, in the order posted, and no lock is needed.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -51,6 +53,10 @@ class Engine(ABC):
             error: What the step raised.
         """
 
+    def patience_s(self) -> float:
+        """How long the next step may still wait for commands, in s; called before each step."""
+        return 0.0
+
     def start(self) -> None:
         """Starts the thread."""
         if self._owns_device:
@@ -78,6 +84,9 @@ class Engine(ABC):
     def _run(self) -> None:
         while not self._stopped:
             self._run_commands()
+            while self.has_work and not self._stopped and (wait_s := self.patience_s()) > 0.0:
+                with contextlib.suppress(queue.Empty):
+                    self._take(self._inbox.get(timeout=wait_s))
             if self.has_work and not self._stopped:
                 self._run_step()
 
@@ -86,24 +95,28 @@ class Engine(ABC):
             self.step()
         except Exception as error:
             _log.exception("step failed")
-            self.fail_step(error)
+            self._run_command(partial(self.fail_step, error))
 
     def _run_commands(self) -> None:
         """Runs what is posted; waits for something when there is no work."""
         try:
             command = self._inbox.get(block=not self.has_work)
             while True:
-                if command is None:
-                    self._stopped = True
-                else:
-                    self._run_command(command)
+                self._take(command)
                 command = self._inbox.get_nowait()
         except queue.Empty:
             pass
+
+    def _take(self, command: Callable[[], None] | None) -> None:
+        if command is None:
+            self._stopped = True
+        else:
+            self._run_command(command)
 
     def _run_command(self, command: Callable[[], None]) -> None:
         try:
             command()
         except Exception:
-            # Commands validate what they are given; this is a bug, and must not end the engine.
+            # Commands validate what they are given; this is a bug, and must not end the
+            # engine: its thread would be gone and nothing would answer any more.
             _log.exception("command failed")
