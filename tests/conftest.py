@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from specdec.telemetry.logging import setup_logging
+
+# They need a device of their own: `make test-gpu` sets it.
+collect_ignore = [] if "SPECDEC_TEST_DEVICE" in os.environ else ["gpu"]
 
 
 @pytest.fixture(autouse=True, scope="session")
