@@ -277,13 +277,11 @@ class DraftEngine(Engine):
     def _start_step_span(self, batch: list[DraftSequence]) -> Span:
         if not any(self._drafter_of(sequence).owns_device for sequence in batch):
             return INVALID_SPAN
-        spans = [sequence.span for sequence in batch if sequence.span is not None]
         _log.debug("draft step", step_index=self.num_steps, batch_size=len(batch))
-        return self._tracing.start_span(
+        return self._tracing.start_step(
             names.DRAFT_STEP,
-            parent=None,
-            links=self._tracing.links_to(spans),
-            attributes={names.STEP_INDEX: self.num_steps, names.BATCH_SIZE: len(batch)},
+            [sequence.span for sequence in batch if sequence.span is not None],
+            {names.STEP_INDEX: self.num_steps, names.BATCH_SIZE: len(batch)},
         )
 
 

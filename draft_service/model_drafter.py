@@ -17,8 +17,8 @@ import torch
 
 from draft_service.drafter import Drafted, Drafter, DraftSequence, Status
 from specdec.paged.attention import PackedSequence
-from specdec.paged.block_pool import SequenceKV
 from specdec.paged.loading import LoadedModel
+from specdec.paged.sequence_kv import SequenceKV
 from specdec.randomness import uniform_prob
 from specdec.sampling import (
     draw_from_distribution,
@@ -89,7 +89,12 @@ class ModelDrafter(Drafter):
             wants_token = sequence.num_wanted > 0
             if wants_token:
                 sequence.is_prefilled_ahead = False  # from now on KV is computed when needed
-            start = _num_computed(sequence)
+            kv: SequenceKV = sequence.state
+            if kv.block_table:
+                kv.remember(sequence.token_ids, len(sequence.token_ids))
+            else:
+                kv.reuse(tokens, len(tokens) - 1)
+            start = kv.num_computed_tokens
             missing = len(tokens) - start - (0 if wants_token else 1)
             rows = missing if missing == 1 else min(missing, budget)
             if rows <= 0:
@@ -109,6 +114,7 @@ class ModelDrafter(Drafter):
         logits = self._model.forward(packed, num_logits)
         for sequence, part in zip(members, packed, strict=True):
             sequence.state.num_computed_tokens += len(part.token_ids)
+            sequence.state.is_proven = False
         due = [sequence for sequence, count in zip(members, num_logits, strict=True) if count]
         return ended + (self._draw(due, logits) if due else [])
 
@@ -128,8 +134,9 @@ class ModelDrafter(Drafter):
         ):
             if not finite:
                 results.append(_not_finite(sequence))
-                self._clear(sequence)
+                self._clear(sequence.state.discard())
                 continue
+            sequence.state.is_proven = True
             is_last = sequence.num_wanted == 1
             results.append(Drafted(sequence, [token_id], [] if q is None else [q], is_last))
         return results
@@ -179,7 +186,7 @@ class ModelDrafter(Drafter):
             busy = {id(other) for other in (*members, sequence)}
             for victim in reversed(self._held.values()):
                 if id(victim) not in busy and victim.num_wanted == 0:
-                    victim.state.release()
+                    self._free(victim.state)
                     if missing <= self._pool.num_free:
                         break
             else:
@@ -187,21 +194,24 @@ class ModelDrafter(Drafter):
         kv.grow(num_tokens)
         return True
 
-    def _clear(self, sequence: DraftSequence) -> None:
-        """Frees blocks that may hold a NaN, so that it never reaches another sequence."""
-        held = sequence.state.release()
-        if held:
-            self._model.kv.clear(held)
+    def _free(self, kv: SequenceKV) -> None:
+        self._clear(kv.release())
+
+    def _clear(self, block_ids: list[int]) -> None:
+        """Clears freed blocks; a NaN in one would spread through masked reads."""
+        if block_ids:
+            self._model.kv.clear(block_ids)
 
     def release(self, sequence: DraftSequence) -> None:
-        """Frees the sequence's blocks."""
+        """Frees the sequence's blocks; full ones may stay cached."""
         if self._held.pop(id(sequence), None) is not None:
-            sequence.state.release()
+            sequence.state.remember(sequence.token_ids, len(sequence.token_ids))
+            self._free(sequence.state)
 
     def fail(self, sequence: DraftSequence) -> None:
-        """Frees and clears the sequence's blocks."""
+        """Frees the sequence's blocks, whatever the failed step left in them."""
         sequence.is_prefilled_ahead = False
-        self._clear(sequence)
+        self._clear(sequence.state.discard())
 
     def check_integrity(self) -> None:
         """Checks that every block is free or held by exactly one sequence."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,9 +80,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self,
         request_iterator: AsyncIterator[draft_pb2.ProposeRequest],
         context: grpc.aio.ServicerContext[draft_pb2.ProposeRequest, draft_pb2.ProposeResponse],
-    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+    ) -> None:
         """One orchestrator's session: commits in, each draft step's tokens out."""
-        del context
         self._check_serving()
         session_id = next(self._session_ids)
 
@@ -94,15 +92,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
             self._engine.post(partial(self._engine.open_session, session_id, deliver))
 
-        session = serve_session(
+        await serve_session(
             request_iterator,
+            context.write,
             begin=begin,
             take=partial(self._post, session_id),
             end=lambda: self._engine.post(partial(self._engine.close_session, session_id)),
         )
-        async with aclosing(session) as responses:
-            async for response in responses:
-                yield response
 
     def _post(self, session_id: int, request: draft_pb2.ProposeRequest) -> None:
         """Hands one message's commands to the engine, as one command."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from orchestrator.draft_client import DraftClient
+from orchestrator.draft_client import DraftClient, PendingProposal
 from orchestrator.draft_length import DraftLength
 from orchestrator.sequence import OutputToken, Sequence
 from orchestrator.verify_batcher import VerifyBatcher
 from specdec.telemetry import names
 from specdec.telemetry.tracing import Tracing
 from specdec.types import Proposal, VerifyResult
+
+_NO_DRAFTS = Proposal()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,22 +45,33 @@ class DecodeLoop:
             ServiceError: If the target cannot go on.
         """
         self.num_running += 1
+        pending: PendingProposal | None = None
         try:
+            pending = self._ask(sequence, drafter)
             while sequence.finish is None:
-                proposal = await self._propose(sequence, drafter)
+                proposal = _NO_DRAFTS if pending is None else await pending.wait()
+                pending = None
                 result = await self.verifier.verify(sequence, proposal)
                 self._trace_rollback(sequence, result)
-                yield result, sequence.commit(result)
+                tokens = sequence.commit(result)
+                if sequence.finish is None:
+                    # Asked, and sent, before the client gets its tokens: the drafter
+                    # works meanwhile.
+                    pending = self._ask(sequence, drafter)
+                    await asyncio.sleep(0)
+                yield result, tokens
         finally:
             self.num_running -= 1
+            if pending is not None:
+                pending.abandon()
 
-    async def _propose(self, sequence: Sequence, drafter: str) -> Proposal:
+    def _ask(self, sequence: Sequence, drafter: str) -> PendingProposal | None:
         if self.draft_client is None or not drafter:
-            return Proposal()
+            return None
         num_tokens = self.draft_length.choose(sequence, self.num_running)
         if num_tokens == 0:
-            return Proposal()
-        return await self.draft_client.propose(sequence, drafter, num_tokens)
+            return None
+        return self.draft_client.ask(sequence, drafter, num_tokens)
 
     def _trace_rollback(self, sequence: Sequence, result: VerifyResult) -> None:
         """Shows in the trace that the target rolled drafts back."""

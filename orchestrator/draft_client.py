@@ -15,6 +15,7 @@ from typing import cast
 
 import grpc
 import structlog
+from opentelemetry.trace import Span
 
 from orchestrator.sequence import Sequence
 from orchestrator.service_stream import PairingError, ServiceStream
@@ -32,7 +33,6 @@ from specdec.wire import (
 
 _log = structlog.get_logger(__name__)
 
-_NOTHING = Proposal()
 _REOPEN = frozenset(
     {
         draft_pb2.PROPOSE_STATUS_UNKNOWN_SEQUENCE,
@@ -59,6 +59,45 @@ class _Placement:
     """Whether distributions are read: coupled and greedy proposals have none."""
     is_refused: bool = False
     """Whether the drafter will not serve this sequence."""
+
+
+@dataclass(slots=True)
+class PendingProposal:
+    """The proposal of one round, on its way; to be waited for once, or abandoned."""
+
+    _placement: _Placement
+    _deadline_s: float
+    _span: Span
+    _fallbacks: Counter[str]
+
+    async def wait(self) -> Proposal:
+        """Waits for the proposal; never fails.
+
+        Returns:
+            What has come by the deadline; possibly nothing.
+        """
+        placement = self._placement
+        try:
+            if not placement.is_final.is_set():
+                loop = asyncio.get_running_loop()
+                remaining_s = self._deadline_s - time.monotonic()
+                deadline = loop.call_later(max(0.0, remaining_s), placement.is_final.set)
+                try:
+                    await placement.is_final.wait()
+                finally:
+                    deadline.cancel()
+            if placement.outstanding is not None:
+                self._fallbacks["late"] += 1
+                self._span.set_attribute(names.FALLBACK_REASON, "late")
+            proposal = Proposal(tuple(placement.token_ids), tuple(placement.draft_probs))
+            self._span.set_attribute(names.NUM_DRAFT_TOKENS, len(proposal.token_ids))
+            return proposal
+        finally:
+            self._span.end()
+
+    def abandon(self) -> None:
+        """Does without the proposal: the sequence is about to be released."""
+        self._span.end()
 
 
 class DraftClient(
@@ -107,8 +146,8 @@ class DraftClient(
 
     # Asking.
 
-    async def propose(self, sequence: Sequence, drafter: str, num_tokens: int) -> Proposal:
-        """Gets a proposal for one round; never fails.
+    def ask(self, sequence: Sequence, drafter: str, num_tokens: int) -> PendingProposal | None:
+        """Asks for the proposal of one round; never fails.
 
         The first round opens the sequence and runs plain, while the drafter
         computes the prompt.
@@ -119,13 +158,13 @@ class DraftClient(
             num_tokens: Most tokens wanted, at least 1.
 
         Returns:
-            What has come by the deadline; possibly nothing.
+            What to wait for, or to abandon; None when the round runs plain.
         """
         placement = self._placements.setdefault(sequence.sequence_id, _Placement())
         reason = self._why_not(placement)
         if reason:
             self.fallbacks[reason] += 1
-            return _NOTHING
+            return None
         is_first = not placement.is_open
         span = self._tracing.start_span(
             names.DRAFT,
@@ -137,25 +176,13 @@ class DraftClient(
                 names.NUM_SPECULATIVE_TOKENS: 0 if is_first else num_tokens,
             },
         )
-        try:
-            if is_first:
-                self._open(placement, sequence, drafter)
-                return _NOTHING
-            self._ask(placement, sequence, num_tokens, self._tracing.traceparent_of(span))
-            loop = asyncio.get_running_loop()
-            deadline = loop.call_later(self._timeout_s(sequence), placement.is_final.set)
-            try:
-                await placement.is_final.wait()
-            finally:
-                deadline.cancel()
-            if placement.outstanding is not None:
-                self.fallbacks["late"] += 1
-                span.set_attribute(names.FALLBACK_REASON, "late")
-            proposal = Proposal(tuple(placement.token_ids), tuple(placement.draft_probs))
-            span.set_attribute(names.NUM_DRAFT_TOKENS, len(proposal.token_ids))
-            return proposal
-        finally:
+        if is_first:
+            self._open(placement, sequence, drafter)
             span.end()
+            return None
+        deadline_s = time.monotonic() + self._timeout_s(sequence)
+        self._ask(placement, sequence, num_tokens, self._tracing.traceparent_of(span))
+        return PendingProposal(placement, deadline_s, span, self.fallbacks)
 
     def _why_not(self, placement: _Placement) -> str:
         """Why nothing can be asked now; "" when it can."""

@@ -189,6 +189,7 @@ def usage_of(sequence: Sequence) -> orchestrator_pb2.Usage:
     stats = sequence.stats
     return orchestrator_pb2.Usage(
         prompt_tokens=sequence.num_prompt_tokens,
+        cached_prompt_tokens=sequence.num_cached_tokens,
         completion_tokens=sequence.num_completion_tokens,
         accepted_draft_tokens=stats.num_accepted_tokens,
         rejected_draft_tokens=stats.num_draft_tokens - stats.num_accepted_tokens,

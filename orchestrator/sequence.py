@@ -83,6 +83,8 @@ class Sequence:
     """The request's span."""
     digest: PrefixDigest = field(default_factory=PrefixDigest)
     round_index: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV the target had."""
     finish: Finish | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
@@ -122,6 +124,8 @@ class Sequence:
             delivered.append(OutputToken(token_id, source, text))
             if self.finish is not None:
                 break
+        if self.round_index == 0:
+            self.num_cached_tokens = min(result.num_cached_tokens, self.num_prompt_tokens)
         num_accepted = min(len(delivered), result.num_accepted_tokens)
         is_cut = len(delivered) < len(result.output_token_ids)
         self.stats.count(

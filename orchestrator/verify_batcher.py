@@ -187,6 +187,7 @@ def _result(message: target_pb2.VerifyResult) -> VerifyResult:
         redraw_mismatch=message.redraw_mismatch,
         queue_ms=message.queue_ms,
         step_ms=message.step_ms,
+        num_cached_tokens=message.cached_prompt_tokens,
     )
 
 

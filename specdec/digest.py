@@ -25,6 +25,8 @@ class PrefixDigest:
             salt: Mixed in first; sequences with different salts never agree.
         """
         self._chain = [blake2b(salt, digest_size=_DIGEST_BYTES, person=b"specdec.prefix").digest()]
+        self._last = (-1, b"")
+        """The last answer; both services of a round ask for the same length."""
 
     def digest(self, token_ids: Sequence[int], length: int) -> bytes:
         """Digests the first tokens.
@@ -37,16 +39,22 @@ class PrefixDigest:
         Returns:
             16 bytes.
         """
+        if self._last[0] == length:
+            return self._last[1]
         num_full = length // _BLOCK_TOKENS
         while len(self._chain) <= num_full:
             start = (len(self._chain) - 1) * _BLOCK_TOKENS
             block = token_ids[start : start + _BLOCK_TOKENS]
             self._chain.append(_hash(self._chain[-1], block))
-        return _hash(self._chain[num_full], token_ids[num_full * _BLOCK_TOKENS : length])
+        digest = _hash(self._chain[num_full], token_ids[num_full * _BLOCK_TOKENS : length])
+        self._last = (length, digest)
+        return digest
 
     def rollback(self, length: int) -> None:
         """Forgets the hashes of blocks that reach beyond `length` tokens."""
         del self._chain[length // _BLOCK_TOKENS + 1 :]
+        if self._last[0] > length:
+            self._last = (-1, b"")
 
 
 def _hash(previous: bytes, token_ids: Sequence[int]) -> bytes:

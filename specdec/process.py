@@ -1,4 +1,4 @@
-"""What each service process does first, before torch is imported."""
+"""What each service process does first, before torch and grpc are imported."""
 
 from __future__ import annotations
 
@@ -16,10 +16,23 @@ _THREADS = {
     "KMP_BLOCKTIME": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# gRPC's event engine reads each socket on a thread of its own, which hands over to
+# the completion queue's. Without it that thread reads the socket itself: a third
+# of a round trip is saved. A release of gRPC without the choice logs that, and works.
+_TRANSPORT = {"GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener"}
 
 
 def prepare_process() -> None:
-    """Sets how threads wait, unless the user has, and ends with the parent process."""
-    for name, value in _THREADS.items():
-        os.environ.setdefault(name, value)
+    """Sets how a service's threads wait, unless the user has; ends it with its parent."""
+    _set_environment({**_THREADS, **_TRANSPORT})
     exit_with_parent()
+
+
+def prepare_client_process() -> None:
+    """Sets how compute threads wait, unless the user has; gRPC stays as it comes."""
+    _set_environment(_THREADS)
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    for name, value in values.items():
+        os.environ.setdefault(name, value)

@@ -124,6 +124,8 @@ class VerifyResult:
     """From the item's arrival until its first step began, in ms."""
     step_ms: float = 0.0
     """Duration of the step that finished it, in ms."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was reused when the sequence was taken up."""
 
     @property
     def sources(self) -> tuple[TokenSource, ...]:

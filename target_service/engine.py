@@ -16,8 +16,8 @@ import structlog
 from opentelemetry.trace import Span
 
 from specdec.engine_thread import Engine
-from specdec.paged.block_pool import SequenceKV
 from specdec.paged.model import PagedModel
+from specdec.paged.sequence_kv import SequenceKV
 from specdec.telemetry import names
 from specdec.telemetry.tracing import Tracing
 from specdec.types import Proposal, VerifyResult
@@ -156,7 +156,7 @@ class TargetEngine(Engine):
             num_prompt_tokens=command.num_prompt_tokens,
             params=command.params,
             keys=command.keys,
-            kv=SequenceKV(self._pool),
+            kv=SequenceKV(self._pool, command.cache_salt),
             arrival=self._num_opened,
             refusal=refusal,
         )
@@ -165,6 +165,7 @@ class TargetEngine(Engine):
         """Lets a sequence go and frees its blocks."""
         sequence = self._sequences.get((session_id, command.sequence_id))
         if sequence is not None and command.epoch >= sequence.epoch:
+            self._retain(sequence, min(command.retained_length, len(sequence.token_ids)))
             self._drop(sequence)
 
     def submit(self, session_id: int, item: VerifyItem) -> None:
@@ -178,10 +179,7 @@ class TargetEngine(Engine):
         assert sequence is not None
         if item.base_length + len(item.proposal.token_ids) > self._context_size:
             item = replace(item, proposal=Proposal())
-        # What was retained of the previous round is now known; the rest goes.
-        del sequence.token_ids[item.base_length :]
-        sequence.digest.rollback(item.base_length)
-        sequence.kv.rollback(item.base_length - 1)
+        self._retain(sequence, item.base_length)
         self._num_waiting += sequence.item is None
         self._expected.discard((session_id, item.sequence_id))
         self._end_span(sequence)
@@ -198,6 +196,14 @@ class TargetEngine(Engine):
                     names.NUM_DRAFT_TOKENS: len(item.proposal.token_ids),
                 },
             )
+
+    @staticmethod
+    def _retain(sequence: Sequence, num_tokens: int) -> None:
+        """Learns what was retained of the last round: the rest goes, full blocks are cached."""
+        del sequence.token_ids[num_tokens:]
+        sequence.digest.rollback(num_tokens)
+        sequence.kv.rollback(max(0, num_tokens - 1))
+        sequence.kv.remember(sequence.token_ids, num_tokens)
 
     def _find_fault(self, sequence: Sequence | None, item: VerifyItem) -> tuple[Status, str] | None:
         """Says why an item cannot be verified; None when it can."""
@@ -273,17 +279,16 @@ class TargetEngine(Engine):
         kv = sequence.kv
         kv.num_computed_tokens += work.num_committed_rows
         if result is None:
-            sequence.is_kv_proven = False
+            kv.is_proven = False
             return None
         if isinstance(result, NonFiniteLogitsError):
-            sequence.is_kv_proven = False
-            self._free(sequence)
+            self._clear(kv.discard())
             if item.proposal.token_ids:
                 # The fault may be a drafted token's: computed again without drafts.
                 sequence.item = replace(item, proposal=Proposal())
                 return None
             return self._end_item(sequence, Status.NON_FINITE_LOGITS, "logits are not finite")
-        sequence.is_kv_proven = True
+        kv.is_proven = True
         # KV is valid for the pending token and the accepted drafts; the token
         # after them is the new pending one.
         kv.num_computed_tokens += result.num_accepted_tokens
@@ -292,7 +297,10 @@ class TargetEngine(Engine):
         self.stats.num_redraw_mismatches += result.redraw_mismatch
         assert sequence.first_step_s is not None
         result = replace(
-            result, queue_ms=(sequence.first_step_s - item.arrival_s) * 1e3, step_ms=step_ms
+            result,
+            queue_ms=(sequence.first_step_s - item.arrival_s) * 1e3,
+            step_ms=step_ms,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
         )
         if sequence.span is not None:
             sequence.span.set_attribute(names.NUM_ACCEPTED_TOKENS, result.num_accepted_tokens)
@@ -311,8 +319,7 @@ class TargetEngine(Engine):
         """Answers the items of a step that raised; their KV is computed again if asked for."""
         works, self._step_works = self._step_works, []
         for work in works:
-            work.sequence.is_kv_proven = False
-            self._free(work.sequence)
+            self._clear(work.sequence.kv.discard())
             if work.sequence.item is not None:
                 outcome = self._end_item(work.sequence, Status.FAILED, type(error).__name__)
                 self._answer(work.sequence.session_id, [outcome], step_index=0)
@@ -349,11 +356,12 @@ class TargetEngine(Engine):
         return ItemOutcome(item, status, detail, result)
 
     def _free(self, sequence: Sequence) -> None:
-        """Frees a sequence's blocks, cleared if they may hold a NaN, which masked reads spread."""
-        held = sequence.kv.release()
-        if held and not sequence.is_kv_proven:
-            self._model.kv.clear(held)
-        sequence.is_kv_proven = True
+        self._clear(sequence.kv.release())
+
+    def _clear(self, block_ids: list[int]) -> None:
+        """Clears freed blocks; a NaN in one would spread through masked reads."""
+        if block_ids:
+            self._model.kv.clear(block_ids)
 
     def _drop(self, sequence: Sequence) -> None:
         del self._sequences[sequence.session_id, sequence.sequence_id]
@@ -386,12 +394,10 @@ class TargetEngine(Engine):
             num_prefill_tokens=num_prefill,
             num_free_blocks=self._pool.num_free,
         )
-        spans = [work.sequence.span for work in works if work.sequence.span is not None]
-        return self._tracing.start_span(
+        return self._tracing.start_step(
             names.TARGET_STEP,
-            parent=None,
-            links=self._tracing.links_to(spans),
-            attributes={
+            [work.sequence.span for work in works if work.sequence.span is not None],
+            {
                 names.STEP_INDEX: self.stats.num_steps,
                 names.BATCH_SIZE: len(works),
                 names.NUM_TOKENS: num_tokens,

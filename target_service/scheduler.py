@@ -85,6 +85,8 @@ class Scheduler:
         for sequence in waiting:
             if len(works) == self._max_batch_size:
                 break
+            if not sequence.kv.block_table:
+                self._reuse_prefix(sequence)
             missing = sequence.num_missing_tokens
             rows = missing if missing == 1 else min(missing, budget)
             if rows == 0:
@@ -95,6 +97,16 @@ class Scheduler:
             budget -= rows if missing > 1 else 0
             works.append(work)
         return works
+
+    @staticmethod
+    def _reuse_prefix(sequence: Sequence) -> None:
+        """Takes over KV that the cache has, at the start and after a preemption."""
+        assert sequence.item is not None
+        # The last committed token is computed in any case: its logits are wanted.
+        sequence.kv.reuse(sequence.token_ids, sequence.item.base_length - 1)
+        if sequence.num_cached_tokens is None:
+            num_reused = sequence.kv.num_computed_tokens
+            sequence.num_cached_tokens = min(num_reused, sequence.num_prompt_tokens)
 
     def _make_room(self, work: Work, works: list[Work], sequences: Collection[Sequence]) -> bool:
         """Allocates a work's blocks, at the cost of other sequences if need be."""

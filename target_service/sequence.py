@@ -9,7 +9,7 @@ from enum import Enum
 from opentelemetry.trace import Span
 
 from specdec.digest import PrefixDigest
-from specdec.paged.block_pool import SequenceKV
+from specdec.paged.sequence_kv import SequenceKV
 from specdec.types import Proposal, SamplingKeys, SamplingParams, VerifyResult
 
 
@@ -38,6 +38,7 @@ class OpenCommand:
     num_prompt_tokens: int
     params: SamplingParams
     keys: SamplingKeys
+    cache_salt: bytes = b""
     refusal: tuple[Status, str] | None = None
     """Set when the opening is malformed: every item of it is answered with this."""
 
@@ -65,6 +66,8 @@ class ReleaseCommand:
 
     sequence_id: int
     epoch: int
+    retained_length: int
+    """Tokens retained in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,8 @@ class Sequence:
     first_step_s: float | None = None
     """time.monotonic() when the item's first step began."""
     last_round_index: int = -1
-    is_kv_proven: bool = True
-    """Whether logits that depend on all of the KV were finite; a prefill chunk's are not known."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens whose KV was reused; None before the first step."""
     idle_since_s: float = field(default_factory=time.monotonic)
     """time.monotonic() when the last item was answered."""
     refusal: tuple[Status, str] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,9 +81,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self,
         request_iterator: AsyncIterator[target_pb2.VerifyRequest],
         context: grpc.aio.ServicerContext[target_pb2.VerifyRequest, target_pb2.VerifyResponse],
-    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+    ) -> None:
         """One orchestrator's session: commands in, each step's results out."""
-        del context
         self._check_serving()
         session_id = next(self._session_ids)
 
@@ -95,22 +93,21 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
             self._engine.post(partial(self._engine.open_session, session_id, deliver))
 
-        session = serve_session(
+        await serve_session(
             request_iterator,
+            context.write,
             begin=begin,
             take=partial(self._post, session_id),
             end=lambda: self._engine.post(partial(self._engine.close_session, session_id)),
         )
-        async with aclosing(session) as responses:
-            async for response in responses:
-                yield response
 
     def _post(self, session_id: int, request: target_pb2.VerifyRequest) -> None:
         """Hands one message's commands to the engine, as one command."""
         opens = [self._open_command(message) for message in request.opens]
         items = [self._item(message) for message in request.items]
         releases = [
-            ReleaseCommand(message.sequence_id, message.epoch) for message in request.releases
+            ReleaseCommand(message.sequence_id, message.epoch, message.retained_length)
+            for message in request.releases
         ]
 
         def apply() -> None:
@@ -147,6 +144,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             num_prompt_tokens=message.num_prompt_tokens,
             params=params,
             keys=keys_from_proto(message.keys),
+            cache_salt=message.cache_salt,
             refusal=refusal,
         )
 
@@ -239,4 +237,5 @@ def _result(outcome: ItemOutcome) -> target_pb2.VerifyResult:
         message.redraw_mismatch = result.redraw_mismatch
         message.queue_ms = result.queue_ms
         message.step_ms = result.step_ms
+        message.cached_prompt_tokens = result.num_cached_tokens
     return message

@@ -6,7 +6,11 @@ import os
 
 import pytest
 
-from specdec.telemetry.logging import setup_logging
+from specdec.process import prepare_process
+
+prepare_process()  # the services run in this process
+
+from specdec.telemetry.logging import setup_logging  # noqa: E402
 
 # They need a device of their own: `make test-gpu` sets it.
 collect_ignore = [] if "SPECDEC_TEST_DEVICE" in os.environ else ["gpu"]

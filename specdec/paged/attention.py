@@ -8,15 +8,18 @@ that sequence's own context.
 Sequences with few rows (verifies, plain decodes) are attended together, in
 groups of similar context length; a long prefill chunk is attended by itself.
 
+Sliding windows, soft-capped scores and attention sinks are what transformers'
+own attention functions make of the same arguments.
+
 Shapes: N = packed tokens, H = query heads, G = KV heads, R = H / G,
-D = head dimension; in a group, B = sequences, Q = most rows, C = padded context.
+D = head dimension (E of values, where it differs); in a group, B = sequences, Q = most rows, C = padded context.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -44,6 +47,29 @@ class PackedSequence:
     """Blocks that hold at least the rows' last position."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """How one layer attends."""
+
+    scaling: float | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    sliding_window: int | None = None
+    """Tokens a row sees, itself included; None: all."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap); None: they stay."""
+    sinks: torch.Tensor | None = None
+    """[H] scores of a key that every row sees and that has no value; None: none."""
+
+
 @dataclass(slots=True)
 class _Group:
     """Sequences attended together."""
@@ -54,9 +80,24 @@ class _Group:
     """Pool blocks, [B * C / block_size], or a slice when they lie in a run."""
     valid: torch.Tensor | None
     """Which of the B * Q rows are not padding; None: all."""
-    mask: torch.Tensor
-    """[B, 1, R * Q, C], 0 where a row may look, else -inf."""
+    distances: torch.Tensor
+    """[B, Q, C] tokens from a context position up to the row's; negative: ahead of it."""
     num_sequences: int
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+
+    def mask(
+        self, sliding_window: int | None, num_repeats: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[B, 1, R * Q, C], 0 where a row may look, else -inf; made once per step."""
+        mask = self.masks.get((sliding_window, num_repeats))
+        if mask is None:
+            is_hidden = self.distances < 0
+            if sliding_window is not None:
+                is_hidden |= self.distances >= sliding_window
+            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+            mask = mask.masked_fill_(is_hidden, -torch.inf)[:, None].repeat(1, 1, num_repeats, 1)
+            self.masks[sliding_window, num_repeats] = mask
+        return mask
 
 
 class PagedBatch:
@@ -113,11 +154,7 @@ class PagedBatch:
         is_held = np.arange(num_blocks) <= last_blocks[:, None]
         blocks = np.where(is_held, tables[:, :num_blocks], pool.null_block)
         context = np.arange(num_blocks * pool.block_size)  # [C]
-        is_hidden = context > (firsts[:, None] + row)[:, :, None]  # [B, Q, C]
-        mask = torch.zeros(is_hidden.shape, dtype=pool.dtype).masked_fill_(
-            torch.from_numpy(is_hidden), -torch.inf
-        )
-        mask = mask[:, None].repeat(1, 1, pool.num_query_groups, 1)
+        distances = (firsts[:, None] + row)[:, :, None] - context  # [B, Q, C]
         valid = None
         if counts.min() < counts.max():
             is_row = np.arange(counts.max()) < counts[:, None]
@@ -126,7 +163,7 @@ class PagedBatch:
             rows=_as_slice(starts[:, None] + row, pool.device),
             blocks=_as_slice(blocks, pool.device),
             valid=valid,
-            mask=mask.to(pool.device),
+            distances=torch.from_numpy(distances).to(pool.device),
             num_sequences=len(counts),
         )
 
@@ -136,7 +173,7 @@ class PagedBatch:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float | None,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Appends the step's keys and values, then attends.
 
@@ -144,20 +181,20 @@ class PagedBatch:
             layer: Which layer.
             query: [N, H, D], positions applied.
             key: [N, G, D], positions applied.
-            value: [N, G, D].
-            scaling: Factor of the scores; None: 1 / sqrt(D).
+            value: [N, G, E].
+            options: How to attend.
 
         Returns:
-            [N, H, D].
+            [N, H, E].
         """
         keys, values = self.pool.append(layer, self.slot_mapping, key, value)
         if len(self._groups) == 1 and self._groups[0].valid is None:
             group = self._groups[0]
             if isinstance(group.rows, slice):
-                return _attend_group(group, query, keys, values, scaling)
-        output = torch.empty_like(query)
+                return _attend_group(group, query, keys, values, options)
+        output = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in self._groups:
-            attended = _attend_group(group, query[group.rows], keys, values, scaling)
+            attended = _attend_group(group, query[group.rows], keys, values, options)
             if group.valid is not None:
                 assert isinstance(group.rows, torch.Tensor)
                 output[group.rows[group.valid]] = attended[group.valid]
@@ -191,59 +228,99 @@ def _attend_group(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float | None,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Attends one group's rows [B * Q, H, D] to its own context."""
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = keys.shape[2]
+    num_kv_heads, value_dim = values.shape[2:]
+    num_repeats = num_heads // num_kv_heads
     b = group.num_sequences
     # Query heads that share a KV head become rows of it, so that keys and values
     # are never repeated: [B, G, R * Q, D].
     grouped = (
-        query.view(b, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        query.view(b, -1, num_kv_heads, num_repeats, head_dim)
         .permute(0, 2, 3, 1, 4)
         .reshape(b, num_kv_heads, -1, head_dim)
     )
     context_keys = keys[group.blocks].view(b, -1, num_kv_heads, head_dim).transpose(1, 2)
-    context_values = values[group.blocks].view(b, -1, num_kv_heads, head_dim).transpose(1, 2)
-    attended = F.scaled_dot_product_attention(
-        grouped, context_keys, context_values, attn_mask=group.mask, scale=scaling
-    )
+    context_values = values[group.blocks].view(b, -1, num_kv_heads, value_dim).transpose(1, 2)
+    mask = group.mask(options.sliding_window, num_repeats, query.dtype)
+    if options.softcap is None and options.sinks is None:
+        attended = F.scaled_dot_product_attention(
+            grouped, context_keys, context_values, attn_mask=mask, scale=options.scaling
+        )
+    else:
+        attended = _attend_explicitly(grouped, context_keys, context_values, mask, options)
     return (
-        attended.view(b, num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
+        attended.view(b, num_kv_heads, num_repeats, -1, value_dim)
         .permute(0, 3, 1, 2, 4)
-        .reshape(-1, num_heads, head_dim)
+        .reshape(-1, num_heads, value_dim)
     )
+
+
+def _attend_explicitly(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """What torch's fused attention has no argument for; softmax in float32.
+
+    Args:
+        query: [B, G, R * Q, D].
+        keys: [B, G, C, D].
+        values: [B, G, C, E].
+        mask: [B, 1, R * Q, C].
+        options: With a soft cap or sinks.
+
+    Returns:
+        [B, G, R * Q, E].
+    """
+    scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
+    scores = query @ keys.transpose(2, 3) * scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = (scores + mask).float()
+    if options.sinks is not None:
+        num_rows = scores.shape[2] * scores.shape[1] // len(options.sinks)
+        # Rows are query heads of a KV head, one after the other: [1, G, R * Q, 1].
+        sinks = options.sinks.float().view(scores.shape[1], -1).repeat_interleave(num_rows, dim=1)
+        sinks = sinks[None, :, :, None].expand(scores.shape[0], -1, -1, -1)
+        scores = torch.cat((scores, sinks), dim=-1)
+        probs = scores.softmax(dim=-1)[..., :-1]
+    else:
+        probs = scores.softmax(dim=-1)
+    return probs.to(query.dtype) @ values
 
 
 class PagedKV:
     """The KV memory of all layers.
 
-    One key and one value tensor per layer, [num_blocks + 1, block_size, G, D];
+    One key and one value tensor per layer, [num_blocks + 1, block_size, G, D or E];
     the last block is never written and pads block tables.
     """
 
     def __init__(
         self,
         *,
-        num_layers: int,
+        layers: Sequence[LayerShape],
         num_blocks: int,
         block_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """Allocates the memory, zeroed: what padding reads must be finite."""
         self.block_size = block_size
-        self.num_query_groups = num_heads // num_kv_heads
         self.null_block = num_blocks
-        self.dtype = dtype
         self.device = device
-        shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
-        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+        def allocate(num_kv_heads: int, dim: int) -> torch.Tensor:
+            shape = (num_blocks + 1, block_size, num_kv_heads, dim)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._keys = [allocate(layer.num_kv_heads, layer.key_dim) for layer in layers]
+        self._values = [allocate(layer.num_kv_heads, layer.value_dim) for layer in layers]
 
     def append(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -254,15 +331,20 @@ class PagedKV:
             layer: Which layer.
             slot_mapping: [N] int64 slots.
             key: [N, G, D].
-            value: [N, G, D].
+            value: [N, G, E].
 
         Returns:
-            The layer's keys and values, [num_blocks + 1, block_size, G, D].
+            The layer's keys, [num_blocks + 1, block_size, G, D], and values, [..., G, E].
         """
         keys, values = self._keys[layer], self._values[layer]
         keys.view(-1, *keys.shape[2:]).index_copy_(0, slot_mapping, key)
         values.view(-1, *values.shape[2:]).index_copy_(0, slot_mapping, value)
         return keys, values
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies a block's keys and values to another block."""
+        for tensor in (*self._keys, *self._values):
+            tensor[target] = tensor[source]
 
     def clear(self, block_ids: list[int]) -> None:
         """Zeroes blocks that may hold a NaN, which masked reads would spread."""
@@ -279,16 +361,21 @@ def paged_attention(
     *,
     paged_batch: PagedBatch,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer, with [1, heads, N, D] tensors."""
+    """What transformers calls in each layer, with [1, heads, N, dim] tensors."""
     del attention_mask  # the batch has its own
     attended = paged_batch.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scaling,
+        AttentionOptions(
+            scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+        ),
     )
     return attended[None], None
 

@@ -9,7 +9,15 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from specdec.paged.attention import ATTENTION_NAME, PackedSequence, PagedBatch, PagedKV
+from specdec.models.loading import ModelError
+from specdec.paged.attention import (
+    ATTENTION_NAME,
+    AttentionOptions,
+    LayerShape,
+    PackedSequence,
+    PagedBatch,
+    PagedKV,
+)
 from specdec.paged.block_pool import BlockPool
 from specdec.paged.packed_linear import pack_linears
 
@@ -45,36 +53,32 @@ class PagedModel:
             num_blocks: Blocks in the pool; 0 sizes it from free memory.
             block_size: Tokens per block.
             max_tokens: Tokens beyond which a sized pool need not go.
+
+        Raises:
+            ModelError: If its layers do not all attend through the interface.
         """
-        config = model.config
         self._model = model
         self._model.set_attn_implementation(ATTENTION_NAME)
         self.vocab_size = vocab_size
         self.device = model.device
-        dtype = model.dtype
+        layers = _find_layers(model)
         pack_linears(model)
-        num_heads = config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         if not num_blocks:
-            block_bytes = (
-                2 * config.num_hidden_layers * block_size * num_kv_heads * head_dim
-                * dtype.itemsize
-            )  # fmt: skip
+            token_bytes = model.dtype.itemsize * sum(
+                layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers
+            )
+            block_bytes = block_size * token_bytes
             num_blocks = max(
                 1, min(_free_bytes(self.device) // block_bytes, max_tokens // block_size)
             )
-        self.block_pool = BlockPool(num_blocks, block_size)
         self.kv = PagedKV(
-            num_layers=config.num_hidden_layers,
+            layers=layers,
             num_blocks=num_blocks,
             block_size=block_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
+            dtype=model.dtype,
             device=self.device,
         )
+        self.block_pool = BlockPool(num_blocks, block_size, copy_block=self.kv.copy_block)
 
     @torch.inference_mode()
     def forward(
@@ -105,6 +109,43 @@ class PagedModel:
             paged_batch=batch,
         ).logits[0]
         return logits[: len(rows), : self.vocab_size].float()
+
+
+class _LayerProbe:
+    """Takes a batch's place in one forward, to see what each layer would keep."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        del options
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+@torch.inference_mode()
+def _find_layers(model: PreTrainedModel) -> list[LayerShape]:
+    """Runs one token through a model to see its attention layers."""
+    probe = _LayerProbe()
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    name, num_layers = type(model).__name__, model.config.num_hidden_layers
+    try:
+        model(input_ids=zero, position_ids=zero, use_cache=False, paged_batch=probe)
+    except Exception as error:
+        raise ModelError(f"{name} cannot run with an attention of our own: {error}") from error
+    if sorted(probe.layers) != list(range(num_layers)):
+        raise ModelError(
+            f"{name}: {len(probe.layers)} of {num_layers} layers attend through transformers'"
+            " attention interface; the others may keep state that cannot roll back"
+        )
+    return [probe.layers[layer] for layer in range(num_layers)]
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -118,6 +118,7 @@ class Service(ABC):
         self.load()
         # What is loaded stays: collections need not walk through it again.
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         self._is_loaded = True
 
     async def stop(self) -> None:

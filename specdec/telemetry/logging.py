@@ -54,11 +54,10 @@ def setup_logging(level: str, service_name: str = "specdec") -> None:
     root.setLevel(number)
     structlog.configure(
         processors=[
-            structlog.stdlib.filter_by_level,
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
+        wrapper_class=structlog.make_filtering_bound_logger(number),
         cache_logger_on_first_use=True,
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from specdec.telemetry.light_span import LightSpan
 
 # A busy service ends some thousand spans per second, and a queued span takes 2
 # to 3 kB: room for several seconds in about 20 MB.
@@ -53,7 +56,7 @@ class SpanQueue(SpanProcessor):
         with self._lock:
             self.num_open += 1
 
-    def on_end(self, span: ReadableSpan) -> None:
+    def on_end(self, span: ReadableSpan | LightSpan) -> None:
         """Queues a span, or drops and counts it; never waits."""
         context = span.get_span_context()
         is_sampled = context is not None and context.trace_flags.sampled
@@ -65,7 +68,8 @@ class SpanQueue(SpanProcessor):
                 self.num_dropped += 1
                 return
             self._num_pending += 1
-        self._batches.on_end(span)
+        # It asks a span for its context, no more; the exporter below gets readable ones.
+        self._batches.on_end(cast("ReadableSpan", span))
 
     def _on_exported(self, num_spans: int, success: bool) -> None:
         with self._lock:
@@ -91,10 +95,12 @@ class _CountingExporter(SpanExporter):
         self._exporter = exporter
         self._on_exported = on_exported
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def export(self, spans: Sequence[ReadableSpan | LightSpan]) -> SpanExportResult:
         result = SpanExportResult.FAILURE
         try:
-            result = self._exporter.export(spans)
+            result = self._exporter.export(
+                [span.to_readable() if isinstance(span, LightSpan) else span for span in spans]
+            )
         finally:
             self._on_exported(len(spans), result is SpanExportResult.SUCCESS)
         return result

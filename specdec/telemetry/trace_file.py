@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -128,13 +129,15 @@ def encode_spans(spans: Sequence[ReadableSpan]) -> bytes:
     Returns:
         The line, with its end.
     """
-    # Span by span: one dump of the whole batch would keep the
-    # interpreter lock for milliseconds, and with it the engine.
-    encoded = b",".join([orjson.dumps(_encode_span(span)) for span in spans])
+    encoded = []
+    for span in spans:
+        encoded.append(orjson.dumps(_encode_span(span)))
+        # Else this thread kept the interpreter lock for milliseconds, and rounds waited.
+        time.sleep(0)
     resource = orjson.dumps({"attributes": _encode_attributes(spans[0].resource.attributes)})
     return (
         b'{"resourceSpans":[{"resource":%b,"scopeSpans":[{"scope":{"name":"specdec"},"spans":[%b]}]}]}\n'
-        % (resource, encoded)
+        % (resource, b",".join(encoded))
     )
 
 

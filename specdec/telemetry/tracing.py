@@ -25,7 +25,15 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    TraceFlags,
+)
 from opentelemetry.util.types import AttributeValue
 
 from specdec.telemetry.light_span import LightSpan
@@ -96,19 +104,46 @@ class Tracing:
         if kind is SpanKind.INTERNAL and parent:
             parent_context = _span_context(parent)
             if parent_context is not None and parent_context.trace_flags.sampled:
-                self._queue.on_started()
-                return LightSpan(
-                    name,
-                    parent_context,
-                    resource=self._provider.resource,
-                    scope=self._scope,
-                    attributes=attributes,
-                    links=links,
-                    start_time_ns=start_time_ns,
-                    on_end=self._queue.on_end,
-                )
+                return self._start_light(name, parent_context, links, attributes, start_time_ns)
         context = _context(parent)
         return self.tracer.start_span(name, context, kind, attributes, links, start_time_ns)
+
+    def start_step(
+        self, name: str, spans: Iterable[Span], attributes: Mapping[str, AttributeValue]
+    ) -> Span:
+        """Starts the span of an engine's step, in a trace of its own.
+
+        Args:
+            name: One of `specdec.telemetry.names`.
+            spans: The spans the step serves; it links those that are sampled.
+            attributes: Keys of `specdec.telemetry.names`.
+
+        Returns:
+            The span, to be ended with `end()`; one that records nothing if the step
+            serves nothing sampled.
+        """
+        links = self.links_to(spans)
+        return self._start_light(name, None, links, attributes) if links else INVALID_SPAN
+
+    def _start_light(
+        self,
+        name: str,
+        parent: SpanContext | None,
+        links: Sequence[Link],
+        attributes: Mapping[str, AttributeValue] | None,
+        start_time_ns: int | None = None,
+    ) -> LightSpan:
+        self._queue.on_started()
+        return LightSpan(
+            name,
+            parent,
+            resource=self._provider.resource,
+            scope=self._scope,
+            attributes=attributes,
+            links=links,
+            start_time_ns=start_time_ns,
+            on_end=self._queue.on_end,
+        )
 
     @staticmethod
     def traceparent_of(span: Span) -> str:

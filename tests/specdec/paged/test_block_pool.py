@@ -1,71 +1,9 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from specdec.paged.block_pool import BlockPool, OutOfBlocksError, SequenceKV
-
-NUM_BLOCKS = 12
-NUM_SEQUENCES = 4
-
-step = st.tuples(
-    st.sampled_from(["grow", "rollback", "release"]),
-    st.integers(0, NUM_SEQUENCES - 1),
-    st.integers(0, 60),
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(block_size=st.integers(1, 6), steps=st.lists(step, max_size=60))
-def test_a_paged_memory_reads_like_a_dense_one(
-    block_size: int, steps: list[tuple[str, int, int]]
-) -> None:
-    """Every token written is found again, however sequences grow and shrink."""
-    pool = BlockPool(NUM_BLOCKS, block_size)
-    memory = np.full(NUM_BLOCKS * block_size, -1)
-    sequences = [SequenceKV(pool) for _ in range(NUM_SEQUENCES)]
-    dense: list[list[int]] = [[] for _ in sequences]
-    next_value = 0
-
-    def slots(kv: SequenceKV, start: int, end: int) -> np.ndarray:
-        positions = np.arange(start, end)
-        table = np.array(kv.block_table, dtype=np.int64)
-        return table[positions // block_size] * block_size + positions % block_size
-
-    for action, i, amount in steps:
-        kv = sequences[i]
-        if action == "grow":
-            wanted = len(dense[i]) + amount
-            num_free, table = pool.num_free, list(kv.block_table)
-            if kv.num_missing_blocks(wanted) > pool.num_free:
-                with pytest.raises(OutOfBlocksError):
-                    kv.grow(wanted)
-                assert (pool.num_free, kv.block_table) == (num_free, table)
-            else:
-                kv.grow(wanted)
-                values = list(range(next_value, next_value + amount))
-                next_value += amount
-                memory[slots(kv, len(dense[i]), wanted)] = values
-                dense[i] += values
-                kv.num_computed_tokens = wanted
-        elif action == "rollback":
-            kv.rollback(amount)
-            del dense[i][amount:]
-            assert len(kv.block_table) == pool.num_blocks_for(len(dense[i]))
-        else:
-            held = list(kv.block_table)
-            assert kv.release() == held
-            dense[i].clear()
-        pool.check_integrity(sequence.block_table for sequence in sequences)
-        for sequence, values in zip(sequences, dense, strict=True):
-            assert sequence.num_computed_tokens == len(values)
-            assert memory[slots(sequence, 0, len(values))].tolist() == values
-    for kv in sequences:
-        kv.release()
-    pool.check_integrity([])
-    assert pool.num_free == NUM_BLOCKS
+from specdec.paged.block_pool import BlockPool, OutOfBlocksError
+from specdec.paged.sequence_kv import SequenceKV
 
 
 @pytest.mark.parametrize(
@@ -115,3 +53,48 @@ def test_integrity_faults_are_seen(tables: list[list[int]]) -> None:
     pool.check_integrity([[0]])
     with pytest.raises(AssertionError, match="blocks"):
         pool.check_integrity(tables)
+
+
+def test_cached_blocks_are_given_up_from_the_end_of_the_least_recently_used() -> None:
+    pool = BlockPool(6, 2)
+    old, young = SequenceKV(pool), SequenceKV(pool)
+    for kv, tokens in ((old, [1, 1, 2, 2, 3, 3]), (young, [4, 4])):
+        kv.grow(len(tokens))
+        kv.num_computed_tokens = len(tokens)
+        kv.remember(tokens, len(tokens))
+        kv.release()
+    assert (pool.num_free, pool.num_cached) == (6, 4)
+    pool.allocate(3)  # two that were never used, and the end of the old one
+    kv = SequenceKV(pool)
+    kv.reuse([1, 1, 2, 2, 3, 3], 6)
+    assert kv.num_computed_tokens == 4
+    kv = SequenceKV(pool)
+    kv.reuse([4, 4], 2)
+    assert kv.num_computed_tokens == 2
+
+
+def test_salts_keep_prefixes_apart() -> None:
+    pool = BlockPool(6, 2)
+    kv = SequenceKV(pool, b"one")
+    kv.grow(2)
+    kv.num_computed_tokens = 2
+    kv.remember([7, 7], 2)
+    other = SequenceKV(pool, b"other")
+    other.reuse([7, 7], 2)
+    assert other.num_computed_tokens == 0
+    same = SequenceKV(pool, b"one")
+    same.reuse([7, 7], 2)
+    assert same.block_table == kv.block_table
+
+
+def test_what_is_not_proven_is_neither_cached_nor_left_as_it_is() -> None:
+    pool = BlockPool(6, 2)
+    kv = SequenceKV(pool)
+    kv.grow(4)
+    kv.num_computed_tokens = 4
+    kv.remember([1, 2, 3, 4], 2)
+    kv.is_proven = False
+    kv.remember([1, 2, 3, 4], 4)
+    assert pool.num_cached == 1
+    assert kv.release() == [1]
+    assert kv.is_proven

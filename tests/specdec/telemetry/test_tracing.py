@@ -190,7 +190,7 @@ def test_black_hole_slows_neither_spans_nor_shutdown(black_hole: str) -> None:
         start = time.perf_counter()
         tracing.start_span(names.VERIFY).end()
         slowest_s = max(slowest_s, time.perf_counter() - start)
-    assert slowest_s < 0.1
+    assert slowest_s < 1  # an export would take ten
     start = time.monotonic()
     assert not tracing.shutdown(timeout_ms=300)
     assert time.monotonic() - start < 1
