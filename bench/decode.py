@@ -272,7 +272,13 @@ async def _run(options: argparse.Namespace) -> list[Report]:
     files = options.prompts or [DEFAULT_FILE]
     sets = {file: load_prompts(file, tokenization, options.max_prompt_tokens) for file in files}
     deployment = Deployment(
-        DeploymentOptions(target=str(folder), drafter="ngram", dtype=options.dtype, port=0),
+        DeploymentOptions(
+            target=str(folder),
+            drafter="ngram",
+            dtype=options.dtype,
+            port=0,
+            prefix_cache=False,  # every prompt comes once per turn: it is to be computed
+        ),
         report=lambda _: None,
     )
     console, reports = Console(), []

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from prometheus_client.metrics_core import Metric
+
 from draft_service.drafter import Drafter
 from draft_service.engine import DraftEngine
 from draft_service.model_drafter import ModelDrafter
@@ -12,6 +16,7 @@ from specdec.models.loading import ModelError
 from specdec.paged.loading import load_paged_model, set_num_threads
 from specdec.rpc.server import GrpcServer
 from specdec.rpc.service import Service, StartError
+from specdec.telemetry.metrics import counter, gauge
 from specdec.v1 import draft_pb2_grpc
 
 
@@ -78,6 +83,17 @@ class DraftService(Service):
         self.engine = DraftEngine(
             drafters, max_batch_size=settings.max_batch_size, tracing=self.tracing
         )
+
+    def collect_metrics(self) -> Iterable[Metric]:
+        """Reads the engine's gauges and counts."""
+        engine, pool = self.engine, self._facts.pool
+        yield gauge("num_sequences", "Sequences held.", engine.num_sequences)
+        yield gauge("num_sessions", "Orchestrators connected.", engine.num_sessions)
+        yield counter("steps", "Draft steps.", engine.num_steps)
+        if pool is not None:
+            usage = 1 - pool.num_free / pool.num_blocks
+            yield gauge("kv_cache_usage_ratio", "KV blocks held / all.", usage)
+            yield gauge("num_cached_blocks", "KV blocks in the prefix cache.", pool.num_cached)
 
     async def begin(self) -> None:
         """Starts the engine."""

@@ -24,6 +24,9 @@ class DraftSettings(ServiceSettings):
     port: int = Field(default=50053, ge=0, le=65535)
     """TCP port to listen on; 0 picks a free one."""
 
+    metrics_port: int | None = Field(default=9403, ge=0, le=65535)
+    """TCP port of the Prometheus metrics; 0, or --port 0, picks a free one; none serves none."""
+
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type of weights and KV."""
 

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from orchestrator.draft_client import DraftClient, PendingProposal
+from orchestrator.draft_client import PendingProposal
 from orchestrator.draft_length import DraftLength
-from orchestrator.sequence import OutputToken, Sequence
+from orchestrator.draft_pool import DraftPool
+from orchestrator.sequence import OutputToken, Sequence, SpeculationStats
 from orchestrator.verify_batcher import VerifyBatcher
 from specdec.telemetry import names
 from specdec.telemetry.tracing import Tracing
@@ -22,10 +23,12 @@ class DecodeLoop:
     """What every sequence's rounds share."""
 
     verifier: VerifyBatcher
-    draft_client: DraftClient | None
+    draft_pool: DraftPool | None
     """None: everything decodes plainly."""
     draft_length: DraftLength
     tracing: Tracing
+    totals: SpeculationStats
+    """Statistics over all sequences."""
     num_running: int = 0
     """Sequences with a loop in progress."""
 
@@ -53,7 +56,7 @@ class DecodeLoop:
                 pending = None
                 result = await self.verifier.verify(sequence, proposal)
                 self._trace_rollback(sequence, result)
-                tokens = sequence.commit(result)
+                tokens = sequence.commit(result, self.totals)
                 if sequence.finish is None:
                     # Asked, and sent, before the client gets its tokens: the drafter
                     # works meanwhile.
@@ -66,12 +69,12 @@ class DecodeLoop:
                 pending.abandon()
 
     def _ask(self, sequence: Sequence, drafter: str) -> PendingProposal | None:
-        if self.draft_client is None or not drafter:
+        if self.draft_pool is None or not drafter:
             return None
         num_tokens = self.draft_length.choose(sequence, self.num_running)
         if num_tokens == 0:
             return None
-        return self.draft_client.ask(sequence, drafter, num_tokens)
+        return self.draft_pool.ask(sequence, drafter, num_tokens)
 
     def _trace_rollback(self, sequence: Sequence, result: VerifyResult) -> None:
         """Shows in the trace that the target rolled drafts back."""

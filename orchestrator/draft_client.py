@@ -105,11 +105,7 @@ class DraftClient(
         draft_pb2.ProposeRequest, draft_pb2.ProposeResponse, draft_pb2.GetDraftInfoResponse
     ]
 ):
-    """Gets proposals from one draft service.
-
-    Attributes:
-        fallbacks: Rounds that ran plain although drafts were wanted, by reason.
-    """
+    """Gets proposals from one draft service."""
 
     def __init__(
         self,
@@ -121,6 +117,7 @@ class DraftClient(
         vocab_size: int,
         deadline_ms: int,
         form: str,
+        fallbacks: Counter[str],
     ) -> None:
         """Opens nothing yet.
 
@@ -132,6 +129,7 @@ class DraftClient(
             vocab_size: Number of token ids of the target.
             deadline_ms: Longest wait for a proposal, in ms.
             form: Wire form of sampled proposals, sparse or dense.
+            fallbacks: Counts rounds that run plain although drafts were wanted, by reason.
         """
         super().__init__(address, max_message_bytes=max_message_bytes, tracing=tracing)
         self._token_table_digest = token_table_digest
@@ -142,7 +140,7 @@ class DraftClient(
             "dense": tensor_pb2.DISTRIBUTION_FORM_DENSE,
         }[form]
         self._placements: dict[int, _Placement] = {}
-        self.fallbacks: Counter[str] = Counter()
+        self._fallbacks = fallbacks
 
     # Asking.
 
@@ -163,7 +161,7 @@ class DraftClient(
         placement = self._placements.setdefault(sequence.sequence_id, _Placement())
         reason = self._why_not(placement)
         if reason:
-            self.fallbacks[reason] += 1
+            self._fallbacks[reason] += 1
             return None
         is_first = not placement.is_open
         span = self._tracing.start_span(
@@ -182,14 +180,21 @@ class DraftClient(
             return None
         deadline_s = time.monotonic() + self._timeout_s(sequence)
         self._ask(placement, sequence, num_tokens, self._tracing.traceparent_of(span))
-        return PendingProposal(placement, deadline_s, span, self.fallbacks)
+        return PendingProposal(placement, deadline_s, span, self._fallbacks)
+
+    @property
+    def num_placed(self) -> int:
+        """Sequences placed there by us."""
+        return len(self._placements)
+
+    def offers(self, drafter: str) -> bool:
+        """Whether it has a drafter of that name."""
+        return self.info is not None and drafter in self.info.drafters
 
     def _why_not(self, placement: _Placement) -> str:
         """Why nothing can be asked now; "" when it can."""
-        if self.refusal or placement.is_refused:
+        if placement.is_refused:
             return "refused"
-        if not self.is_connected:
-            return "gone"
         if placement.outstanding is not None:
             return "late"  # the last proposal is still being made
         return ""
@@ -283,7 +288,7 @@ class DraftClient(
             placement.is_open = False
             placement.outstanding = None
             placement.is_final.set()
-            self.fallbacks["malformed"] += 1
+            self._fallbacks["malformed"] += 1
             _log.warning("malformed draft", address=self.address, detail=error.message)
             return
         if chunk.final:

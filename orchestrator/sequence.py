@@ -36,6 +36,8 @@ class SpeculationStats:
     """How drafting went, counted over delivered tokens only."""
 
     num_rounds: int = 0
+    num_drafted_rounds: int = 0
+    """Rounds with at least one draft."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = field(default_factory=list)
@@ -44,6 +46,7 @@ class SpeculationStats:
     def count(self, *, num_draft_tokens: int, num_accepted_tokens: int, num_output: int) -> None:
         """Adds one round, as far as it was delivered."""
         self.num_rounds += 1
+        self.num_drafted_rounds += num_draft_tokens > 0
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
         self.num_output_tokens += num_output
@@ -108,11 +111,12 @@ class Sequence:
         """Digest of the committed tokens."""
         return self.digest.digest(self.token_ids, len(self.token_ids))
 
-    def commit(self, result: VerifyResult) -> list[OutputToken]:
+    def commit(self, result: VerifyResult, totals: SpeculationStats) -> list[OutputToken]:
         """Takes a round's output, up to the first terminal event.
 
         Args:
             result: What the target decided.
+            totals: Statistics over all sequences, counted alike.
 
         Returns:
             The tokens to deliver; `finish` is set when they are the last.
@@ -128,11 +132,12 @@ class Sequence:
             self.num_cached_tokens = min(result.num_cached_tokens, self.num_prompt_tokens)
         num_accepted = min(len(delivered), result.num_accepted_tokens)
         is_cut = len(delivered) < len(result.output_token_ids)
-        self.stats.count(
-            # Drafts after the end were never asked for.
-            num_draft_tokens=num_accepted if is_cut else result.num_draft_tokens,
-            num_accepted_tokens=num_accepted,
-            num_output=len(delivered),
-        )
+        for stats in (self.stats, totals):
+            stats.count(
+                # Drafts after the end were never asked for.
+                num_draft_tokens=num_accepted if is_cut else result.num_draft_tokens,
+                num_accepted_tokens=num_accepted,
+                num_output=len(delivered),
+            )
         self.round_index += 1
         return delivered

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from specdec.rpc.channel import open_channel
 from specdec.rpc.interceptors import tracing_client_interceptors
@@ -41,6 +42,7 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
     Attributes:
         info: What the service last said about itself; None before it did.
         is_connected: Whether the stream is up.
+        is_serving: Whether its health service says so; a draining one does not.
         refusal: Why the service is not used although it answers; "" if it is.
     """
 
@@ -55,8 +57,8 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
         self.address = address
         self.info: Info | None = None
         self.is_connected = False
+        self.is_serving = False
         self.refusal = ""
-        self.connected_once = asyncio.Event()
         self._max_message_bytes = max_message_bytes
         self._tracing = tracing
         self._outbox: asyncio.Queue[Request] = asyncio.Queue()
@@ -100,7 +102,15 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
     def on_lost(self) -> None:
         """Learns that the stream broke: nothing it was asked will be answered."""
 
+    def on_info(self) -> None:
+        """Learns that `info` is new."""
+
     # Life.
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be given new work."""
+        return self.is_connected and self.is_serving and not self.refusal
 
     def start(self) -> None:
         """Connects, and connects again whenever the stream breaks."""
@@ -151,21 +161,29 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
             if str(error) != self.refusal:
                 _log.error("refused to pair", address=self.address, reason=str(error))
             self.refusal = str(error)
-        self.connected_once.set()
 
     async def _stream(self) -> None:
         self._outbox = asyncio.Queue()
         self._tick_message = None
         responses = self.open_stream(self.channel, self._requests(self._outbox))
-        self.is_connected = True
+        self.is_connected = self.is_serving = True
+        health = asyncio.create_task(self._watch_health())
         _log.info("stream up", address=self.address)
         try:
             async for response in responses:
                 self.on_response(response)
         finally:
+            health.cancel()
             self.is_connected = False
             _log.info("stream down", address=self.address)
             self.on_lost()
+
+    async def _watch_health(self) -> None:
+        """Follows the service's health; without a health service it counts as serving."""
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for response in stub.Watch(health_pb2.HealthCheckRequest()):
+                self.is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
 
     async def _requests(self, outbox: asyncio.Queue[Request]) -> AsyncIterator[Request]:
         while True:

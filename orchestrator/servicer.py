@@ -7,11 +7,13 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+from prometheus_client.metrics_core import Metric
 
 from orchestrator.decode_loop import DecodeLoop
-from orchestrator.draft_client import DraftClient
+from orchestrator.draft_pool import DraftPool
 from orchestrator.generation import (
     Clock,
     encode_input,
@@ -21,6 +23,8 @@ from orchestrator.generation import (
     trace_request,
     usage_of,
 )
+from orchestrator.metrics import RequestMetrics
+from orchestrator.pool import Pool
 from orchestrator.sequence import Sequence
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.target_client import TargetClient
@@ -34,16 +38,16 @@ from specdec.errors import (
 )
 from specdec.rpc.interceptors import ActiveRpcInterceptor, current_span
 from specdec.telemetry import names
+from specdec.telemetry.metrics import gauge, labelled_counter
 from specdec.telemetry.tracing import trace_id_of
 from specdec.types import Acceptance
-from specdec.v1 import draft_pb2, orchestrator_pb2, orchestrator_pb2_grpc, target_pb2
+from specdec.v1 import orchestrator_pb2, orchestrator_pb2_grpc, target_pb2
 from specdec.wire import ACCEPTANCES_TO_PROTO, SUPPORTED_SAMPLING_PARAMS
 
 _MAX_REQUEST_ID_LENGTH = 256
 _RETRY_AFTER_MS = 1_000
 # Longer inputs are tokenised on a thread, so that streams in progress are not held up.
 _INLINE_INPUT_BYTES = 16 * 1024
-_NO_INFO = draft_pb2.GetDraftInfoResponse()
 _USAGE = "specdec-usage-bin"
 
 GenerateContext = grpc.aio.ServicerContext[
@@ -57,24 +61,18 @@ class Backend:
 
     settings: OrchestratorSettings
     tokenization: Tokenization
-    target: TargetClient
-    draft: DraftClient | None
+    target_info: target_pb2.GetTargetInfoResponse
+    """What the first target said of itself; all of the pool are alike but for their load."""
+    targets: Pool[TargetClient]
+    drafts: DraftPool | None
     loop: DecodeLoop
     active_rpcs: ActiveRpcInterceptor
+    metrics: RequestMetrics
 
     @property
-    def target_info(self) -> target_pb2.GetTargetInfoResponse:
-        """What the target said when it was paired with."""
-        if self.target.info is None:
-            raise UnavailableError("no target has answered yet", reason="NO_TARGET")
-        return self.target.info
-
-    @property
-    def draft_info(self) -> draft_pb2.GetDraftInfoResponse:
-        """What the draft service said last; empty before it did."""
-        if self.draft is None or self.draft.info is None:
-            return _NO_INFO
-        return self.draft.info
+    def drafters(self) -> list[str]:
+        """Names of the drafters, the default first."""
+        return self.drafts.drafters if self.drafts is not None else []
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -85,6 +83,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def __init__(self) -> None:
         """Refuses every call until `serve`."""
         self._live_request_ids: set[str] = set()
+        self._num_streaming = 0
         self._refusal: UnavailableError | None = UnavailableError(
             "the service is starting", reason="STARTING"
         )
@@ -111,6 +110,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             try:
                 async with contextlib.aclosing(self._backend.loop.run(sequence, drafter)) as rounds:
                     async for result, tokens in rounds:
+                        self._num_streaming += not clock.first_token_s
                         clock.tick(result.queue_ms)
                         yield to_response(request.request_id, sequence, tokens, drafter, clock)
             except ServiceError:
@@ -118,8 +118,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 context.set_trailing_metadata(((_USAGE, usage),))
                 raise
             finally:
+                self._num_streaming -= bool(clock.first_token_s)
                 self._release(sequence)
                 trace_end(span, sequence, drafter)
+                self._backend.metrics.count_end(sequence, clock)
 
     @contextlib.contextmanager
     def _admit(self, request: orchestrator_pb2.GenerateRequest) -> Iterator[None]:
@@ -169,8 +171,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def _drafter_for(self, sequence: Sequence) -> str:
         """The drafter a sequence uses; "" when it decodes plainly."""
         asked = sequence.speculation.drafter
-        offered = list(self._backend.draft_info.drafters)
-        if asked and self._backend.draft is None:
+        offered = self._backend.drafters
+        if asked and self._backend.drafts is None:
             raise InvalidArgumentError(
                 "speculation.drafter", f"no drafter is deployed (got {asked!r})"
             )
@@ -190,8 +192,30 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             else target_pb2.RELEASE_REASON_FINISHED
         )
         self._backend.loop.verifier.release(sequence, reason)
-        if self._backend.draft is not None:
-            self._backend.draft.release(sequence)
+        if self._backend.drafts is not None:
+            self._backend.drafts.release(sequence)
+
+    def collect_metrics(self) -> Iterator[Metric]:
+        """Reads the gauges of what is in progress, and the pools'."""
+        if self._refusal is not None:
+            return
+        backend = self._backend
+        num_live = len(self._live_request_ids)
+        num_running = backend.loop.num_running
+        yield gauge("num_requests_running", "Generations in progress.", num_running)
+        num_waiting = num_live - self._num_streaming
+        yield gauge("num_requests_waiting", "Before their first token.", num_waiting)
+        yield gauge("num_requests", "Requests with an open call.", num_live)
+        yield gauge("num_targets", "Targets that can be given work.", len(backend.targets.usable()))
+        if backend.drafts is not None:
+            num_drafts = len(backend.drafts.usable())
+            yield gauge("num_drafts", "Draft services that can be given work.", num_drafts)
+            yield labelled_counter(
+                "draft_fallbacks",
+                "Rounds that ran plain although drafts were wanted.",
+                "reason",
+                dict(backend.drafts.fallbacks),
+            )
 
     async def GetModelInfo(
         self,
@@ -204,17 +228,14 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         del request, context
         if self._refusal is not None:
             raise self._refusal
-        backend, target, draft = (
-            self._backend,
-            self._backend.target_info,
-            self._backend.draft_info,
-        )
+        backend, target = self._backend, self._backend.target_info
+        drafters = backend.drafters
         return orchestrator_pb2.GetModelInfoResponse(
             target_model=target.model,
             vocab_size=target.vocab_size,
             context_size=target.context_size,
-            drafters=[self._drafter_info(name, draft) for name in draft.drafters],
-            default_drafter=draft.drafters[0] if draft.drafters else "",
+            drafters=[self._drafter_info(name) for name in drafters],
+            default_drafter=drafters[0] if drafters else "",
             num_speculative_tokens=backend.settings.num_speculative_tokens,
             supported_sampling_params=SUPPORTED_SAMPLING_PARAMS,
             load=await self._load(),
@@ -222,36 +243,47 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             eos_token_ids=target.eos_token_ids,
         )
 
-    def _drafter_info(
-        self, name: str, info: draft_pb2.GetDraftInfoResponse
-    ) -> orchestrator_pb2.DrafterInfo:
-        draft = self._backend.draft
+    def _drafter_info(self, name: str) -> orchestrator_pb2.DrafterInfo:
+        drafts = self._backend.drafts
+        assert drafts is not None
+        clients = [client for client in drafts.clients if client.offers(name)]
+        models = [client.info.model for client in clients if client.info is not None]
         return orchestrator_pb2.DrafterInfo(
             name=name,
-            model=info.model if name == "model" else "",
-            available=draft is not None and draft.is_connected,
+            model=models[0] if models and name == "model" else "",
+            available=any(client.is_usable for client in clients),
             acceptances=[ACCEPTANCES_TO_PROTO[acceptance] for acceptance in Acceptance],
         )
 
     async def _load(self) -> orchestrator_pb2.Load:
-        """Asks target and drafter for their gauges; what does not answer counts as 0."""
+        """Asks all targets and drafters for their gauges; what does not answer counts as 0."""
         backend = self._backend
-        target, draft = target_pb2.GetTargetInfoResponse(), _NO_INFO
-        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-            target = await asyncio.wait_for(backend.target.fetch_info(), timeout=2.0)
-        if backend.draft is not None and backend.draft.is_connected:
-            with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-                draft = await asyncio.wait_for(backend.draft.fetch_info(), timeout=2.0)
+        targets, drafts = await asyncio.gather(_infos(backend.targets), _infos(backend.drafts))
         return orchestrator_pb2.Load(
             num_requests_running=backend.loop.num_running,
             # This call has an open handler too; what is asked for is the others.
             num_active_rpcs=max(0, backend.active_rpcs.num_active - 1),
-            num_free_blocks=target.num_free_blocks,
-            num_blocks=target.num_blocks,
-            num_target_sequences=target.num_sequences,
-            num_draft_sequences=draft.num_sequences,
-            num_free_draft_blocks=draft.num_free_blocks,
-            num_steps=target.num_steps,
-            num_redraw_mismatches=target.num_redraw_mismatches,
-            num_draft_fallbacks=backend.draft.fallbacks.total() if backend.draft else 0,
+            num_free_blocks=sum(info.num_free_blocks for info in targets),
+            num_blocks=sum(info.num_blocks for info in targets),
+            num_target_sequences=sum(info.num_sequences for info in targets),
+            num_draft_sequences=sum(info.num_sequences for info in drafts),
+            num_free_draft_blocks=sum(info.num_free_blocks for info in drafts),
+            num_steps=sum(info.num_steps for info in targets),
+            num_redraw_mismatches=sum(info.num_redraw_mismatches for info in targets),
+            num_draft_fallbacks=backend.drafts.fallbacks.total() if backend.drafts else 0,
+            num_targets=len(backend.targets.usable()),
+            num_drafts=len(backend.drafts.usable()) if backend.drafts else 0,
         )
+
+
+async def _infos(pool: Pool[Any] | None) -> list[Any]:
+    """What every connected pod says of itself now."""
+
+    async def ask(client: Any) -> Any:
+        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+            return await asyncio.wait_for(client.fetch_info(), timeout=2.0)
+        return None
+
+    connected = [client for client in pool.clients if client.is_connected] if pool else []
+    answers = await asyncio.gather(*(ask(client) for client in connected))
+    return [answer for answer in answers if answer is not None]

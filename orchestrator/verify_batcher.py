@@ -1,7 +1,7 @@
 """Batches what is ready to be verified, and brings back each sequence's result.
 
-Items that become ready in one tick travel as one message. Each result is
-matched to its item by (sequence, epoch, round).
+Items that become ready in one tick for one target travel as one message. Each
+result is matched to its item by (sequence, epoch, round).
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+import structlog
+
+from orchestrator.pool import Pool
 from orchestrator.sequence import Sequence
 from orchestrator.target_client import TargetClient
+from orchestrator.target_router import TargetRouter
 from specdec.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
+    ResourceExhaustedError,
     ServiceError,
     UnavailableError,
 )
@@ -25,9 +30,12 @@ from specdec.types import Proposal, VerifyResult
 from specdec.v1 import target_pb2
 from specdec.wire import distribution_to_proto, keys_to_proto, sampling_to_proto
 
+_log = structlog.get_logger(__name__)
+
 # A sequence the target does not know, or knows differently, is opened again with
 # the full token list; after that it must fit.
 _MAX_REOPENINGS = 2
+_RETRY_AFTER_MS = 1_000
 _REOPEN = frozenset(
     {
         target_pb2.VERIFY_STATUS_UNKNOWN_SEQUENCE,
@@ -37,28 +45,37 @@ _REOPEN = frozenset(
 )
 
 
+class _TargetLostError(Exception):
+    """The target was lost before it answered."""
+
+
 @dataclass(slots=True)
 class _Placement:
-    """How the target knows a sequence."""
+    """Where a sequence is, and how the target there knows it."""
 
+    client: TargetClient | None = None
     epoch: int = 0
     is_open: bool = False
 
 
 class VerifyBatcher:
-    """Verifies rounds at one target."""
+    """Verifies rounds at the targets of a pool; a sequence stays where it was placed."""
 
-    def __init__(self, client: TargetClient, tracing: Tracing) -> None:
-        """Takes over the client's results."""
-        self._client = client
+    def __init__(self, pool: Pool[TargetClient], router: TargetRouter, tracing: Tracing) -> None:
+        """Takes a pool whose clients are given to `adopt`."""
+        self._pool = pool
+        self._router = router
         self._tracing = tracing
         self._placements: dict[int, _Placement] = {}
         self._waiting: dict[tuple[int, int, int], asyncio.Future[target_pb2.VerifyResult]] = {}
+
+    def adopt(self, client: TargetClient) -> None:
+        """Takes over a client's results."""
         client.handle_result = self._on_result
         client.handle_lost = self._on_lost
 
     async def verify(self, sequence: Sequence, proposal: Proposal) -> VerifyResult:
-        """Verifies one round.
+        """Verifies one round; on another target if the sequence's is lost.
 
         Args:
             sequence: Whose round it is.
@@ -68,7 +85,7 @@ class VerifyBatcher:
             What the target decided.
 
         Raises:
-            ServiceError: If the target cannot decide it.
+            ServiceError: If no target can decide it.
         """
         span = self._tracing.start_span(
             names.VERIFY,
@@ -96,13 +113,38 @@ class VerifyBatcher:
     async def _submit(
         self, sequence: Sequence, proposal: Proposal, traceparent: str
     ) -> target_pb2.VerifyResult:
-        """Sends one item, after an opening if needed, and waits for its result."""
-        if not self._client.is_connected:
-            raise UnavailableError(
-                self._client.refusal or f"the target at {self._client.address} does not answer",
-                reason="NO_TARGET",
-            )
+        """Gets one item's result, from as many targets as are lost meanwhile, and one more."""
+        while True:
+            placement = self._place(sequence)
+            try:
+                return await self._ask(placement, sequence, proposal, traceparent)
+            except _TargetLostError:
+                _log.warning("target lost", sequence_id=sequence.sequence_id)
+
+    def _place(self, sequence: Sequence) -> _Placement:
+        """Where the sequence is; it is placed first if it is nowhere."""
         placement = self._placements.setdefault(sequence.sequence_id, _Placement())
+        if placement.client is not None:
+            return placement
+        usable = self._pool.usable()
+        if not usable:
+            is_lost = placement.epoch > 0
+            raise UnavailableError(
+                self._pool.refusal or "no target answers",
+                reason="TARGET_LOST" if is_lost else "NO_TARGET",
+            )
+        blocks = sequence.digest.block_hashes(sequence.token_ids, sequence.base_length)
+        placement.client = self._router.choose(usable, blocks)
+        placement.client.place(sequence.base_length)
+        self._router.remember(placement.client.address, blocks)
+        placement.is_open = False
+        return placement
+
+    async def _ask(
+        self, placement: _Placement, sequence: Sequence, proposal: Proposal, traceparent: str
+    ) -> target_pb2.VerifyResult:
+        """Sends one item, after an opening if needed, and waits for its result."""
+        assert placement.client is not None
         opens = []
         if not placement.is_open:
             placement.is_open = True
@@ -123,23 +165,28 @@ class VerifyBatcher:
         key = (sequence.sequence_id, placement.epoch, sequence.round_index)
         future: asyncio.Future[target_pb2.VerifyResult] = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
-        self._client.send(opens=opens, items=[item])
+        placement.client.send(opens=opens, items=[item])
         try:
             return await future
         finally:
             self._waiting.pop(key, None)
 
     def release(self, sequence: Sequence, reason: target_pb2.ReleaseReason) -> None:
-        """Lets a sequence go at the target; a round in progress there ends with it.
+        """Lets a sequence go at its target; a round in progress there ends with it.
 
         Args:
             sequence: With the tokens that were retained.
             reason: Why it ended.
         """
         placement = self._placements.pop(sequence.sequence_id, None)
-        if placement is None:
+        if placement is None or placement.client is None:
             return
-        self._client.send(
+        client = placement.client
+        client.displace()
+        # The next turn of a conversation finds its KV there.
+        blocks = sequence.digest.block_hashes(sequence.token_ids, sequence.base_length)
+        self._router.remember(client.address, blocks)
+        client.send(
             releases=[
                 target_pb2.ReleaseSequence(
                     sequence_id=sequence.sequence_id,
@@ -156,13 +203,18 @@ class VerifyBatcher:
         if future is not None and not future.done():
             future.set_result(message)
 
-    def _on_lost(self) -> None:
-        for placement in self._placements.values():
-            placement.is_open = False
-        for future in self._waiting.values():
-            if not future.done():
-                detail = f"the target at {self._client.address} was lost"
-                future.set_exception(UnavailableError(detail, reason="TARGET_LOST"))
+    def _on_lost(self, client: TargetClient) -> None:
+        lost = {
+            sequence_id
+            for sequence_id, placement in self._placements.items()
+            if placement.client is client
+        }
+        for sequence_id in lost:
+            self._placements[sequence_id].client = None
+            client.displace()
+        for (sequence_id, *_), future in self._waiting.items():
+            if sequence_id in lost and not future.done():
+                future.set_exception(_TargetLostError())
 
 
 def _opening(sequence: Sequence, epoch: int) -> target_pb2.OpenSequence:
@@ -197,6 +249,10 @@ def _error(message: target_pb2.VerifyResult) -> ServiceError:
         return DeadlineExceededError("the deadline passed", reason="DEADLINE_EXCEEDED")
     if status == target_pb2.VERIFY_STATUS_TOO_LARGE:
         return InvalidArgumentError("input", message.detail, reason="TOO_LARGE")
+    if status == target_pb2.VERIFY_STATUS_EXHAUSTED:
+        return ResourceExhaustedError(
+            message.detail, reason="TARGET_BUSY", retry_after_ms=_RETRY_AFTER_MS
+        )
     if status == target_pb2.VERIFY_STATUS_NON_FINITE_LOGITS:
         return InternalError("the model's logits are not finite", reason="NON_FINITE_LOGITS")
     name = target_pb2.VerifyStatus.Name(status).removeprefix("VERIFY_STATUS_")

@@ -192,6 +192,8 @@ class Load:
     num_steps: int
     num_redraw_mismatches: int
     num_draft_fallbacks: int
+    num_targets: int
+    num_drafts: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,19 @@ class PrefixDigest:
         self._last = (length, digest)
         return digest
 
+    def block_hashes(self, token_ids: Sequence[int], length: int) -> list[bytes]:
+        """Chained hashes of the full blocks of 16 tokens.
+
+        Args:
+            token_ids: As for `digest`.
+            length: How many tokens count.
+
+        Returns:
+            One per full block; equal ones stand for equal tokens from the first on.
+        """
+        self.digest(token_ids, length)
+        return self._chain[1 : length // _BLOCK_TOKENS + 1]
+
     def rollback(self, length: int) -> None:
         """Forgets the hashes of blocks that reach beyond `length` tokens."""
         del self._chain[length // _BLOCK_TOKENS + 1 :]

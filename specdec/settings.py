@@ -45,6 +45,9 @@ class ServiceSettings(BaseSettings):
     port: int = Field(default=0, ge=0, le=65535)
     """TCP port to listen on; 0 picks a free one."""
 
+    metrics_port: int | None = Field(default=0, ge=0, le=65535)
+    """TCP port of the Prometheus metrics; 0, or --port 0, picks a free one; none serves none."""
+
     reflection: bool = True
     """Whether gRPC reflection is offered."""
 

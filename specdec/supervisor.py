@@ -61,6 +61,9 @@ class DeploymentError(Exception):
     """The deployment could not start, or lost an essential service."""
 
 
+DEFAULT_PORT = 50051
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentOptions:
     """What to run."""
@@ -80,7 +83,7 @@ class DeploymentOptions:
     device: str = "cpu"
     """Torch device of both models."""
 
-    port: int = 50051
+    port: int = DEFAULT_PORT
     """The orchestrator's port; 0 picks free ones for all three."""
 
     target_port: int | None = None
@@ -94,6 +97,9 @@ class DeploymentOptions:
 
     num_speculative_tokens: int | None = None
     """Most tokens drafted per round; None: the orchestrator's default."""
+
+    prefix_cache: bool = True
+    """Whether the target reuses KV of earlier requests."""
 
     trace_dir: Path | None = None
     """Folder of the spans; None: the services' default."""
@@ -252,6 +258,8 @@ class Deployment:
         model = await self._resolve(options.target)
         flags = compute | {"model": model, "num_blocks": options.num_blocks}
         flags |= {"port": options.target_port, "num_threads": _num_cores()}
+        if not options.prefix_cache:
+            flags["prefix_cache"] = False
         target = await self._spawn("target_service", flags)
         self._watch(self._fail_at_end(target))
 
@@ -291,10 +299,15 @@ class Deployment:
 
     async def _spawn(self, name: str, flags: dict[str, Any]) -> _Service:
         flags = {"host": HOST, "trace_dir": self.options.trace_dir} | flags
+        if self.options.port != DEFAULT_PORT:
+            flags["metrics_port"] = 0  # beside another deployment, maybe
         command = self._command(name)
         for flag, value in flags.items():
-            if value is not None:
-                command += [f"--{flag.replace('_', '-')}", str(value)]
+            option = flag.replace("_", "-")
+            if value is False:
+                command.append(f"--no-{option}")
+            elif value is not None:
+                command += [f"--{option}", str(value)]
         return await self._execute(name, command)
 
     async def _execute(self, name: str, command: list[str]) -> _Service:

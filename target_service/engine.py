@@ -52,6 +52,11 @@ class EngineStats:
     num_steps: int = 0
     num_redraw_mismatches: int = 0
     num_stale_items: int = 0
+    num_refused: int = 0
+    num_tokens: int = 0
+    """Rows computed."""
+    step_s: float = 0.0
+    """Time spent in steps, in s."""
     max_batch_size: int = 0
 
 
@@ -66,6 +71,8 @@ class TargetEngine(Engine):
         max_prefill_tokens: int,
         max_batch_size: int,
         tracing: Tracing,
+        max_sequences: int = 512,
+        max_overcommit: float = 16.0,
         check_integrity: bool = False,
     ) -> None:
         """Makes the engine, not started.
@@ -76,6 +83,8 @@ class TargetEngine(Engine):
             max_prefill_tokens: Most prompt tokens of a step.
             max_batch_size: Most sequences of a step.
             tracing: Where spans go.
+            max_sequences: Most sequences held; more are refused.
+            max_overcommit: Most KV they may need, in sizes of the pool.
             check_integrity: Whether to check the pool after every step.
         """
         super().__init__("target-engine")
@@ -84,6 +93,8 @@ class TargetEngine(Engine):
         self._context_size = context_size
         self._tracing = tracing
         self._check_every_step = check_integrity
+        self._max_sequences = max_sequences
+        self._max_needed_blocks = int(max_overcommit * self._pool.num_blocks)
         self._runner = ModelRunner(model)
         self._scheduler = Scheduler(
             self._pool,
@@ -119,6 +130,16 @@ class TargetEngine(Engine):
         return len(self._deliver)
 
     @property
+    def num_waiting(self) -> int:
+        """Items that wait for a step."""
+        return self._num_waiting
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """KV blocks in the prefix cache."""
+        return self._pool.num_cached
+
+    @property
     def num_preemptions(self) -> int:
         """Sequences whose KV was dropped to make room, since the start."""
         return self._scheduler.num_preemptions
@@ -147,6 +168,9 @@ class TargetEngine(Engine):
         if refusal is None and len(command.token_ids) > self._context_size:
             detail = f"{len(command.token_ids)} tokens exceed {self._context_size}"
             refusal = (Status.TOO_LARGE, detail)
+        if refusal is None:
+            refusal = self._find_overload(len(command.token_ids))
+            self.stats.num_refused += refusal is not None
         self._num_opened += 1
         self._sequences[session_id, command.sequence_id] = Sequence(
             session_id=session_id,
@@ -160,6 +184,23 @@ class TargetEngine(Engine):
             arrival=self._num_opened,
             refusal=refusal,
         )
+
+    def _find_overload(self, num_tokens: int) -> tuple[Status, str] | None:
+        """Says why a sequence cannot be taken up now; None when it can.
+
+        Sequences wait for blocks without harm, but not any number of them.
+        """
+        admitted = [held for held in self._sequences.values() if held.refusal is None]
+        if len(admitted) >= self._max_sequences:
+            return Status.EXHAUSTED, f"{len(admitted)} sequences are in progress"
+        num_needed = self._pool.num_blocks_for(num_tokens) + sum(
+            self._pool.num_blocks_for(len(held.token_ids)) for held in admitted
+        )
+        if admitted and num_needed > self._max_needed_blocks:
+            return Status.EXHAUSTED, (
+                f"sequences in progress need {num_needed} KV blocks of {self._pool.num_blocks}"
+            )
+        return None
 
     def release_sequence(self, session_id: int, command: ReleaseCommand) -> None:
         """Lets a sequence go and frees its blocks."""
@@ -252,7 +293,9 @@ class TargetEngine(Engine):
             results = self._runner.run(works)
         finally:
             span.end()
-        step_ms = (time.monotonic() - started_s) * 1e3
+        step_s = time.monotonic() - started_s
+        self.stats.step_s += step_s
+        step_ms = step_s * 1e3
         outcomes = defaultdict(list)
         for work, result in zip(works, results, strict=True):
             outcome = self._finish(work, result, step_ms)
@@ -385,6 +428,7 @@ class TargetEngine(Engine):
     def _start_step_span(self, works: list[Work]) -> Span:
         num_tokens = sum(work.num_rows for work in works)
         num_prefill = sum(work.num_committed_rows for work in works if work.num_committed_rows > 1)
+        self.stats.num_tokens += num_tokens
         self.stats.max_batch_size = max(self.stats.max_batch_size, len(works))
         _log.debug(
             "step",

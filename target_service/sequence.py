@@ -25,6 +25,7 @@ class Status(Enum):
     EXPIRED = "expired"
     NON_FINITE_LOGITS = "non_finite_logits"
     FAILED = "failed"
+    EXHAUSTED = "exhausted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from prometheus_client.metrics_core import Metric
 
 from specdec.models.loading import ModelError, load_tokenizer, model_fingerprint
 from specdec.paged.loading import load_paged_model, set_num_threads
 from specdec.rpc.server import GrpcServer
 from specdec.rpc.service import Service, StartError
+from specdec.telemetry.metrics import counter, gauge
 from specdec.v1 import target_pb2_grpc
 from target_service.engine import TargetEngine
 from target_service.servicer import TargetFacts, TargetServicer
@@ -54,6 +58,7 @@ class TargetService(Service):
                 num_blocks=settings.num_blocks,
                 block_size=settings.block_size,
                 max_sequences=settings.max_batch_size,
+                prefix_cache=settings.prefix_cache,
             )
         except ModelError as error:
             raise StartError(str(error)) from error
@@ -76,8 +81,27 @@ class TargetService(Service):
             max_prefill_tokens=settings.max_prefill_tokens,
             max_batch_size=settings.max_batch_size,
             tracing=self.tracing,
+            max_sequences=settings.max_sequences,
+            max_overcommit=settings.max_overcommit,
             check_integrity=self._check_integrity,
         )
+
+    def collect_metrics(self) -> Iterable[Metric]:
+        """Reads the engine's gauges and counts."""
+        engine, stats = self.engine, self.engine.stats
+        num_blocks, num_free = self._facts.num_blocks, engine.num_free_blocks
+        yield gauge("num_sequences", "Sequences held.", engine.num_sequences)
+        yield gauge("num_items_waiting", "Rounds that wait for a step.", engine.num_waiting)
+        yield gauge("num_sessions", "Orchestrators connected.", engine.num_sessions)
+        yield gauge("kv_cache_usage_ratio", "KV blocks held / all.", 1 - num_free / num_blocks)
+        yield gauge("num_cached_blocks", "KV blocks in the prefix cache.", engine.num_cached_blocks)
+        yield counter("steps", "Forwards of the model.", stats.num_steps)
+        yield counter("step_tokens", "Rows computed.", stats.num_tokens)
+        yield counter("step_seconds", "Time spent in steps, in s.", stats.step_s)
+        yield counter("preemptions", "Sequences that lost their KV.", engine.num_preemptions)
+        yield counter("redraw_mismatches", "Proposals cut short.", stats.num_redraw_mismatches)
+        yield counter("stale_items", "Rounds dropped as stale.", stats.num_stale_items)
+        yield counter("refused_sequences", "Sequences refused for load.", stats.num_refused)
 
     async def begin(self) -> None:
         """Starts the engine."""

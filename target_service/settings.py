@@ -21,6 +21,9 @@ class TargetSettings(ServiceSettings):
     port: int = Field(default=50052, ge=0, le=65535)
     """TCP port to listen on; 0 picks a free one."""
 
+    metrics_port: int | None = Field(default=9402, ge=0, le=65535)
+    """TCP port of the Prometheus metrics; 0, or --port 0, picks a free one; none serves none."""
+
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type of weights and KV."""
 
@@ -38,3 +41,12 @@ class TargetSettings(ServiceSettings):
 
     max_batch_size: int = Field(default=64, ge=1)
     """Most sequences verified in one step."""
+
+    prefix_cache: bool = True
+    """Whether KV of earlier requests is reused where tokens are equal from the first on."""
+
+    max_sequences: int = Field(default=512, ge=1)
+    """Most sequences held, running and waiting; more are refused with RESOURCE_EXHAUSTED."""
+
+    max_overcommit: float = Field(default=16.0, ge=1.0)
+    """Most KV the sequences held may need, in sizes of the pool; the rest is refused."""

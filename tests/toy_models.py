@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +12,23 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
 )
 
 IMPOSSIBLE_LOGIT = -1e9
@@ -118,6 +130,114 @@ def save_random_qwen2(
     return _save(model, toy_tokenizer(vocab_size, _as_tuple(eos_token_id)), folder)
 
 
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_PLAIN_SHAPE = {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
+_WINDOW = 12
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SHAPE),
+    "llama_tied": lambda: LlamaConfig(**{**_SHAPE, "tie_word_embeddings": True}),
+    "llama_rope_llama3": lambda: LlamaConfig(
+        **_SHAPE,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama_rope_yarn": lambda: LlamaConfig(
+        **_SHAPE,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "qwen2": lambda: Qwen2Config(**_SHAPE),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=16),
+    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=_WINDOW, head_dim=16),
+    "gemma2": lambda: Gemma2Config(
+        **{**_SHAPE, "tie_word_embeddings": True},
+        head_dim=16,
+        query_pre_attn_scalar=12,
+        sliding_window=_WINDOW,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=8.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**_SHAPE, "tie_word_embeddings": True, "num_hidden_layers": 4},
+        head_dim=16,
+        query_pre_attn_scalar=12,
+        sliding_window=_WINDOW,
+        sliding_window_pattern=2,
+    ),
+    "phi3": lambda: Phi3Config(**_SHAPE, sliding_window=_WINDOW),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**_PLAIN_SHAPE),
+    "opt": lambda: OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        word_embed_proj_dim=16,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    ),
+    "olmo2": lambda: Olmo2Config(**_SHAPE),
+    "gpt_oss": lambda: GptOssConfig(
+        **_SHAPE,
+        head_dim=16,
+        sliding_window=_WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+}
+"""Configurations of small models of each family; windows are shorter than the tests' texts."""
+
+
+def save_random_family(folder: Path, family: str, seed: int = 0) -> Path:
+    """Saves a random model of a family in float32, with a tokenizer of 64 tokens.
+
+    Args:
+        folder: Where to; made if missing.
+        family: A key of FAMILIES.
+        seed: Another seed gives an unrelated model.
+
+    Returns:
+        The folder.
+    """
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    _randomise(model, seed, head_scale=2.0)
+    return _save(model, toy_tokenizer(64), folder)
+
+
 def save_bigram(
     folder: Path,
     table: np.ndarray,
@@ -207,10 +327,10 @@ def _randomise(model: PreTrainedModel, seed: int, head_scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if weight.dim() == 1 and name.endswith("weight"):  # a norm's
                 continue
-            is_projection = weight.dim() == 2 and "embed" not in name
-            scale = weight.shape[1] ** -0.5 if is_projection else 1.0
+            is_projection = weight.dim() >= 2 and "embed" not in name
+            scale = weight.shape[-1] ** -0.5 if is_projection else 1.0
             if name == "lm_head.weight":
                 scale *= head_scale
             weight.copy_(torch.randn(weight.shape, generator=generator) * scale)

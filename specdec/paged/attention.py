@@ -12,7 +12,8 @@ Sliding windows, soft-capped scores and attention sinks are what transformers'
 own attention functions make of the same arguments.
 
 Shapes: N = packed tokens, H = query heads, G = KV heads, R = H / G,
-D = head dimension (E of values, where it differs); in a group, B = sequences, Q = most rows, C = padded context.
+D = head dimension (E of values, where it differs); in a group, B = sequences,
+Q = most rows, C = padded context.
 """
 
 from __future__ import annotations

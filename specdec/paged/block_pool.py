@@ -54,6 +54,7 @@ class BlockPool:
         block_size: int,
         *,
         copy_block: Callable[[int, int], None] = lambda _source, _target: None,
+        keeps_prefixes: bool = True,
         hash_bytes: int = 16,
     ) -> None:
         """Makes a pool with every block free.
@@ -62,11 +63,13 @@ class BlockPool:
             num_blocks: Blocks in all, at least 1.
             block_size: Tokens per block, at least 1.
             copy_block: Copies the memory of one block to another.
+            keeps_prefixes: Whether blocks are ever cached.
             hash_bytes: Bytes of a block's hash, 1 to 64.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.copy_block = copy_block
+        self._keeps_prefixes = keeps_prefixes
         self._hash_bytes = hash_bytes
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_holders = [0] * num_blocks
@@ -176,8 +179,11 @@ class BlockPool:
             block_id: The block; all its KV is computed, and no token will be taken back.
 
         Returns:
-            The cached block with these tokens, maybe another one; None if its hash is taken.
+            The cached block with these tokens, maybe another one; None if its hash is taken,
+            or nothing is cached here.
         """
+        if not self._keeps_prefixes:
+            return None
         content = _to_bytes(token_ids)
         block_hash = self._hash(parent.block_hash, content)
         found = parent.children.get(block_hash)
@@ -246,9 +252,8 @@ class BlockPool:
             assert block.block_id == block_id
             assert parent is not None
             assert parent.children[block.block_hash] is block, "cached blocks out of reach"
-            is_root = parent.parent is None
-            assert (self._roots.get(parent.content) if is_root else
-                    self._cached.get(parent.block_id)) is parent, "prefixes out of reach"  # fmt: skip
+            known = self._cached.get(parent.block_id) or self._roots.get(parent.content)
+            assert known is parent, "prefixes out of reach"
 
 
 def _to_bytes(token_ids: Seq[int]) -> bytes:

@@ -21,6 +21,7 @@ from specdec.models.loading import (
     vocab_size,
 )
 from specdec.paged.model import PagedModel
+from specdec.paged.self_check import check_logits, stock_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ def load_paged_model(
     num_blocks: int,
     block_size: int,
     max_sequences: int,
+    prefix_cache: bool = True,
     report: Report = to_stderr,
 ) -> LoadedModel:
     """Finds, checks and loads a model, and allocates its pool.
@@ -63,6 +65,7 @@ def load_paged_model(
         num_blocks: Blocks in the pool; 0 sizes it from free memory.
         block_size: Tokens per block.
         max_sequences: A pool sized from memory holds this many full contexts at most.
+        prefix_cache: Whether KV is kept for other sequences with the same prefix.
         report: Is told what goes on.
 
     Returns:
@@ -75,14 +78,17 @@ def load_paged_model(
     tokenizer = load_tokenizer(folder)
     loaded = load_model(folder, getattr(torch, dtype), device, report)
     check_vocab_fits(tokenizer, loaded.config)
-    positions = context_size(loaded.config)
+    positions, size = context_size(loaded.config), vocab_size(tokenizer)
+    expected = stock_logits(loaded, size)
     model = PagedModel(
         loaded,
-        vocab_size=vocab_size(tokenizer),
+        vocab_size=size,
         num_blocks=num_blocks,
         block_size=block_size,
         max_tokens=positions * max_sequences,
+        prefix_cache=prefix_cache,
     )
+    check_logits(model, expected, type(loaded).__name__)
     pool = model.block_pool
     return LoadedModel(
         model=model,

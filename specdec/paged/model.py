@@ -44,6 +44,7 @@ class PagedModel:
         num_blocks: int,
         block_size: int,
         max_tokens: int,
+        prefix_cache: bool = True,
     ) -> None:
         """Takes over a loaded model.
 
@@ -53,6 +54,7 @@ class PagedModel:
             num_blocks: Blocks in the pool; 0 sizes it from free memory.
             block_size: Tokens per block.
             max_tokens: Tokens beyond which a sized pool need not go.
+            prefix_cache: Whether KV is kept for other sequences with the same prefix.
 
         Raises:
             ModelError: If its layers do not all attend through the interface.
@@ -61,6 +63,7 @@ class PagedModel:
         self._model.set_attn_implementation(ATTENTION_NAME)
         self.vocab_size = vocab_size
         self.device = model.device
+        self.dtype = model.dtype
         layers = _find_layers(model)
         pack_linears(model)
         if not num_blocks:
@@ -78,7 +81,9 @@ class PagedModel:
             dtype=model.dtype,
             device=self.device,
         )
-        self.block_pool = BlockPool(num_blocks, block_size, copy_block=self.kv.copy_block)
+        self.block_pool = BlockPool(
+            num_blocks, block_size, copy_block=self.kv.copy_block, keeps_prefixes=prefix_cache
+        )
 
     @torch.inference_mode()
     def forward(
@@ -135,7 +140,7 @@ def _find_layers(model: PreTrainedModel) -> list[LayerShape]:
     """Runs one token through a model to see its attention layers."""
     probe = _LayerProbe()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    name, num_layers = type(model).__name__, model.config.num_hidden_layers
+    name, num_layers = type(model).__name__, model.config.get_text_config().num_hidden_layers
     try:
         model(input_ids=zero, position_ids=zero, use_cache=False, paged_batch=probe)
     except Exception as error:

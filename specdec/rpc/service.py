@@ -6,16 +6,18 @@ import asyncio
 import gc
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import structlog
+from prometheus_client.metrics_core import Metric
 
 from specdec.rpc.interceptors import ActiveRpcInterceptor, ErrorInterceptor, TracingInterceptor
 from specdec.rpc.lifecycle import load_or_stop, run_service
 from specdec.rpc.server import GrpcServer
 from specdec.settings import ServiceSettings
 from specdec.telemetry.logging import setup_logging
+from specdec.telemetry.metrics import MetricsServer, counter, gauge
 from specdec.telemetry.tracing import setup_tracing
 
 _log = structlog.get_logger(__name__)
@@ -42,7 +44,9 @@ class Service(ABC):
         self._common = settings
         self.tracing = setup_tracing(self.name, settings.trace_dir)
         self.active_rpcs = ActiveRpcInterceptor()
+        self.metrics = MetricsServer()
         self.address = ""
+        self.metrics_port: int | None = None
         self._is_loaded = False
 
     @abstractmethod
@@ -98,6 +102,7 @@ class Service(ABC):
         self.register(self._server)
         port = await self._server.start()
         self.address = f"{self._common.host}:{port}"
+        self._serve_metrics()
         await load_or_stop(self._load, stop)
         if stop.is_set():
             await self._server.stop(0)
@@ -114,12 +119,35 @@ class Service(ABC):
         self._server.set_serving(True)
         return True
 
+    def _serve_metrics(self) -> None:
+        port = self._common.metrics_port
+        if port is None:
+            return
+        if self._common.port == 0 and "metrics_port" not in self._common.model_fields_set:
+            port = 0  # free ports all round
+        try:
+            self.metrics_port = self.metrics.start(self._common.host, port)
+        except OSError as error:
+            raise StartError(f"metrics port {port}: {error.strerror or error}") from error
+
+    def collect_metrics(self) -> Iterable[Metric]:
+        """Reads what the service counts; at each scrape, once it is loaded."""
+        return ()
+
     def _load(self) -> None:
         self.load()
+        self.metrics.collect_from(self._collect)
         # What is loaded stays: collections need not walk through it again.
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
         self._is_loaded = True
+
+    def _collect(self) -> Iterable[Metric]:
+        yield gauge("num_active_rpcs", "Calls with an open handler.", self.active_rpcs.num_active)
+        yield counter(
+            "dropped_spans", "Spans that were not exported.", self.tracing.num_dropped_spans
+        )
+        yield from self.collect_metrics()
 
     async def stop(self) -> None:
         """Drains within the grace, then frees everything; bounded.
@@ -132,6 +160,7 @@ class Service(ABC):
         if self._is_loaded:
             await self.close()
         await asyncio.to_thread(self.tracing.shutdown)
+        await asyncio.to_thread(self.metrics.stop)
 
     async def __aenter__(self) -> Service:
         """Starts; what had begun is stopped when that fails."""

@@ -5,14 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Lfm2Config,
+    MambaConfig,
+    PreTrainedConfig,
+)
 
 from specdec.models.loading import ModelError, load_model
-from specdec.paged.attention import PackedSequence
+from specdec.paged import attention
+from specdec.paged.attention import AttentionOptions, PackedSequence
 from specdec.paged.model import PagedModel
+from specdec.paged.self_check import check_logits, stock_logits
 from tests.toy_models import save_random_llama, save_random_qwen2, toy_tokenizer
 
 VOCAB_SIZE = 64
@@ -145,17 +154,39 @@ def test_padded_embeddings_give_no_logits_beyond_the_vocabulary(tmp_path: Path) 
     close(logits, Reference(folder).logits([1, 2])[:, :60])
 
 
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    config = MistralConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=8,
-    )
-    MistralForCausalLM(config).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
+        MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2),
+        Lfm2Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            full_attn_idxs=[1],
+        ),
+    ],
+    ids=["no interface", "recurrent", "partly recurrent"],
+)
+def test_what_keeps_state_elsewhere_is_refused(tmp_path: Path, config: PreTrainedConfig) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     toy_tokenizer(VOCAB_SIZE).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="sliding"):
+    with pytest.raises(ModelError, match=r"attention of our own|attend through|cannot roll back"):
         open_paged(tmp_path)
+
+
+def test_wrong_attention_is_found_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument that is not known would be ignored without a sign."""
+    model = load_model(folder, torch.float32, "cpu", report=lambda line: None)
+    expected = stock_logits(model, VOCAB_SIZE)
+    check_logits(open_paged(folder), expected, "Toy")
+
+    def capped(**options: Any) -> AttentionOptions:
+        return AttentionOptions(**{**options, "softcap": 1.0})
+
+    monkeypatch.setattr(attention, "AttentionOptions", capped)
+    with pytest.raises(ModelError, match="Toy cannot be served exactly"):
+        check_logits(open_paged(folder), expected, "Toy")
