@@ -1,4 +1,4 @@
-"""The target's engine without its thread and its RPCs, for tests that count steps or look inside."""
+"""The target's engine without its thread and its RPCs: steps are counted and looked into."""
 
 from __future__ import annotations
 

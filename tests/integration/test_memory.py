@@ -54,7 +54,7 @@ async def test_a_pool_for_three_serves_sixteen_alike(
         )
         assert [result.token_ids for result in results] == alone
         assert engine.num_preemptions > 0
-        await eventually(lambda: engine.num_sequences == 0, "idle again")
+        await eventually(lambda: engine.num_sequences == 0, "idle again", timeout_s=20)
         assert engine.num_free_blocks == NUM_BLOCKS
 
 

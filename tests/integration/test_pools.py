@@ -151,6 +151,7 @@ class Crowd:
         await eventually(
             lambda: self.num_answers >= goal or any(task.done() for task in self.tasks),
             "answers",
+            timeout_s=60,
         )
         self.check()
 
@@ -177,11 +178,13 @@ async def test_pods_come_and_go_under_load(
         await eventually(
             lambda: all(pod.engine.num_sequences > 3 for pod in (*pods.targets, *pods.drafts)),
             "both pods of both tiers carry load",
+            timeout_s=20,
         )
         target, draft = await pods.add_target(), await pods.add_draft()
         await eventually(
             lambda: target.engine.num_sequences > 3 and draft.engine.num_sequences > 3,
             "new pods get work",
+            timeout_s=20,
         )
         # A target and a drafter go, with sequences in flight there.
         assert pods.targets[0].engine.num_sequences > 0
@@ -200,6 +203,7 @@ async def test_pods_come_and_go_under_load(
                 pod.engine.num_sequences == 0 and pod.engine.num_free_blocks == 256 for pod in alive
             ),
             "idle again",
+            timeout_s=20,
         )
         info = await client.model_info()
         assert (info.load.num_targets, info.load.num_drafts) == (2, 0)
@@ -233,7 +237,9 @@ async def test_a_target_with_other_weights_gets_no_work(
         stranger = await pods.add_target(model=str(other))
         pool = orchestrator._targets
         assert pool is not None
-        await eventually(lambda: "fingerprint" in pool.refusal, "the stranger is refused")
+        await eventually(
+            lambda: "fingerprint" in pool.refusal, "the stranger is refused", timeout_s=20
+        )
         for prompt, ids in zip(PROMPTS, expected, strict=True):
             assert await ids_of(client, prompt) == ids
         assert stranger.engine.stats.num_steps == 0
