@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench import ours
 from bench import samples as arithmetic
 from bench.command_line import positive_int, write_json
 from bench.prompts import DEFAULT_FILE, Prompt, choose, load_prompts
@@ -32,11 +32,9 @@ from bench.stock import StockModel
 from orchestrator.tokenization import Tokenization
 from specdec.client import AsyncClient, GenerationError
 from specdec.models.loading import ModelError, resolve_model
-from specdec.supervisor import Deployment, DeploymentError, DeploymentOptions
+from specdec.supervisor import DeploymentError
 
 _WARM_UP_TOKENS = 8
-# Of one generation; far beyond what a busy machine takes: one that hangs is to be told.
-_TIMEOUT_S = 600.0
 # Compute threads of one side spin for some ms after their last work.
 _PAUSE_S = 0.05
 
@@ -135,29 +133,7 @@ class Bench:
         if side in ("transformers", "lookup"):
             # On this thread: nothing else is to run meanwhile.
             return self._stock.generate(prompt, max_tokens, lookup=side == "lookup")
-        start_s = time.perf_counter()
-        stream = self._client.generate(
-            [{"role": "user", "content": prompt.content}],
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            speculation=side == "ngram",
-            timeout_s=_TIMEOUT_S,
-        )
-        arrivals = []
-        async for chunk in stream:
-            arrivals.append((time.perf_counter(), len(chunk.tokens)))
-        result = stream.result
-        num_sent = len(prompt.token_ids)
-        assert result.usage.prompt_tokens == num_sent, "the sides were given different prompts"
-        stats = result.speculation
-        return Sample(
-            start_s=start_s,
-            arrivals=tuple(arrivals),
-            num_rounds=stats.num_rounds,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
-        )
+        return await ours.generate(self._client, prompt, max_tokens, speculation=side == "ngram")
 
 
 def make_report(name: str, prompts: list[Prompt], pairs: Sequence[Pair]) -> Report:
@@ -271,16 +247,7 @@ async def _run(options: argparse.Namespace) -> list[Report]:
     tokenization = Tokenization(folder)
     files = options.prompts or [DEFAULT_FILE]
     sets = {file: load_prompts(file, tokenization, options.max_prompt_tokens) for file in files}
-    deployment = Deployment(
-        DeploymentOptions(
-            target=str(folder),
-            drafter="ngram",
-            dtype=options.dtype,
-            port=0,
-            prefix_cache=False,  # every prompt comes once per turn: it is to be computed
-        ),
-        report=lambda _: None,
-    )
+    deployment = ours.deployment(folder, options.dtype)
     console, reports = Console(), []
     async with deployment, AsyncClient(deployment.orchestrator_address) as client:
         stock = StockModel(folder, options.dtype)

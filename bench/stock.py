@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -57,6 +58,46 @@ class StockModel:
             **(_LOOKUP if lookup else {}),
         )
         return Sample(start_s=start_s, arrivals=tuple(clock.arrivals[1:]))
+
+    def generate_batch(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Sample]:
+        """Generates greedily for several prompts at once, padded to the longest.
+
+        Args:
+            prompts: What to continue.
+            max_tokens: Tokens to make of each.
+
+        Returns:
+            When the tokens of each came.
+        """
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        padding = [longest - len(prompt.token_ids) for prompt in prompts]
+        rows = [[0] * n + list(p.token_ids) for n, p in zip(padding, prompts, strict=True)]
+        mask = [[0] * n + [1] * (longest - n) for n in padding]
+        clock = _StepClock()
+        start_s = time.perf_counter()
+        self._model.generate(
+            torch.tensor(rows),
+            attention_mask=torch.tensor(mask),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=[clock],
+        )
+        sample = Sample(start_s=start_s, arrivals=tuple((at_s, 1) for at_s in clock.steps_s))
+        return [sample] * len(prompts)
+
+
+class _StepClock(StoppingCriteria):
+    """Notes when each step's tokens are there; never stops."""
+
+    def __init__(self) -> None:
+        self.steps_s: list[float] = []
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: object
+    ) -> torch.BoolTensor:
+        self.steps_s.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)  # type: ignore[return-value]
 
 
 class _Clock(BaseStreamer):
