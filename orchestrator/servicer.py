@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import structlog
 from prometheus_client.metrics_core import Metric
 
 from orchestrator.decode_loop import DecodeLoop
@@ -43,6 +44,8 @@ from specdec.telemetry.tracing import trace_id_of
 from specdec.types import Acceptance
 from specdec.v1 import orchestrator_pb2, orchestrator_pb2_grpc, target_pb2
 from specdec.wire import ACCEPTANCES_TO_PROTO, SUPPORTED_SAMPLING_PARAMS
+
+_log = structlog.get_logger(__name__)
 
 _MAX_REQUEST_ID_LENGTH = 256
 _RETRY_AFTER_MS = 1_000
@@ -103,6 +106,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         clock, span = Clock(), current_span()
         await context.send_initial_metadata(((names.TRACE_ID, trace_id_of(span)),))
         with self._admit(request):
+            # Each call runs in a context of its own, so that this ends with it.
+            structlog.contextvars.bind_contextvars(
+                request_id=request.request_id, trace_id=trace_id_of(span)
+            )
             remaining_s = context.time_remaining()
             deadline_s = None if remaining_s is None else clock.arrival_s + remaining_s
             sequence = await self._begin(request, deadline_s)
@@ -122,6 +129,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 self._release(sequence)
                 trace_end(span, sequence, drafter)
                 self._backend.metrics.count_end(sequence, clock)
+                _log.info(
+                    "request ended",
+                    reason="aborted" if sequence.finish is None else sequence.finish.reason.value,
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                    num_completion_tokens=sequence.num_completion_tokens,
+                    num_rounds=sequence.stats.num_rounds,
+                )
 
     @contextlib.contextmanager
     def _admit(self, request: orchestrator_pb2.GenerateRequest) -> Iterator[None]:

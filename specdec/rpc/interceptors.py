@@ -27,8 +27,14 @@ from specdec.telemetry.tracing import MAX_ATTRIBUTE_LENGTH, Tracing
 _logger = logging.getLogger(__name__)
 _current_span: ContextVar[Span] = ContextVar("current_span", default=INVALID_SPAN)
 
-# Streams that live as long as the orchestrator: their items carry their context.
-_UNTRACED = ("/specdec.v1.TargetService/Verify", "/specdec.v1.DraftService/Propose")
+_UNTRACED = (
+    # Streams that live as long as the orchestrator: their items carry their context.
+    "/specdec.v1.TargetService/Verify",
+    "/specdec.v1.DraftService/Propose",
+    # Asked every few seconds, for the load.
+    "/specdec.v1.TargetService/GetTargetInfo",
+    "/specdec.v1.DraftService/GetDraftInfo",
+)
 
 # OpenTelemetry's list for servers: the rest is the caller's doing.
 _SERVER_FAULTS = frozenset(
@@ -179,7 +185,7 @@ class _TracingClientInterceptor:
     ) -> Any:
         method = details.method
         method = method.decode() if isinstance(method, bytes) else method
-        if is_probe(method):
+        if is_probe(method) or method in _UNTRACED:
             return await continuation(details, request)
         span = _start_rpc_span(self._tracing, method, SpanKind.CLIENT, current_span())
         metadata = grpc.aio.Metadata(*(details.metadata or ()))

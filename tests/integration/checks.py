@@ -65,7 +65,7 @@ async def error_of(client: AsyncClient, prompt: Prompt, **options: Any) -> Gener
     return raised.value
 
 
-async def eventually(holds: Callable[[], bool], what: object, timeout_s: float = 2.0) -> None:
+async def eventually(holds: Callable[[], object], what: object, timeout_s: float = 2.0) -> None:
     """Waits until something holds.
 
     Args:

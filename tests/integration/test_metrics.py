@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.client import GenerationError
 from specdec.rpc.service import Service
+from specdec.telemetry.logging import setup_logging
+from tests.integration.checks import eventually
 from tests.services import running
 from tests.toy_models import save_noisy_copy, save_random_llama
 
@@ -25,6 +29,35 @@ def scrape(service: Service) -> dict[tuple[str, tuple[str, ...]], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+@pytest.fixture
+def _info_logs() -> Iterator[None]:
+    setup_logging("info", "tests")
+    yield
+    setup_logging("warning", "tests")
+
+
+@pytest.mark.usefixtures("_info_logs")
+async def test_logs_name_request_and_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_random_llama(tmp_path / "model")
+    async with running(model, tmp_path / "traces") as services:
+        stream = services.client.generate(
+            [1, 2, 3], max_tokens=4, ignore_eos=True, request_id="the-request"
+        )
+        result = await stream.collect()
+
+        def ended() -> list[dict[str, Any]]:
+            messages = [record.msg for record in caplog.records]
+            return [m for m in messages if isinstance(m, dict) and m["event"] == "request ended"]
+
+        await eventually(ended, "the request's line")  # it comes after the stream's end
+    (line,) = ended()
+    assert line["request_id"] == "the-request"
+    assert line["trace_id"] == result.trace_id
+    assert (line["reason"], line["num_completion_tokens"]) == ("length", 4)
 
 
 async def test_counters_add_up_to_what_requests_were_told(tmp_path: Path) -> None:
