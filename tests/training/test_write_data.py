@@ -280,14 +280,16 @@ def test_excluded_prompts_are_left_out(
 def test_prompts_of_a_file_are_answered(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     long = " ".join(["t7"] * (MAX_PROMPT_TOKENS + 1))
-    file.write_text(f"t1 t2\n{long}\nt3\nt1 t2\nt4 t5\n")
+    file.write_text(f"t1 t2\n{long}\nt3\nt1 t2\nt4 t5\nt8 \tt9\n")
+    excluded = tmp_path / "bench.jsonl"
+    excluded.write_text('{"turns": ["t8 t9"]}\n')
     out = tmp_path / "out"
-    written = write(folder, out, 9, prompts=file, temperature=0)
+    written = write(folder, out, 9, prompts=file, exclude=excluded, temperature=0)
     assert {i: each.prompt for i, each in written.items()} == {0: "t1 t2", 2: "t3", 4: "t4 t5"}
     assert written[0].prompt_ids == (*OPENING, 1, 2, END, START, ANSWER)
     assert all(each.greedy for each in written.values())
     dropped = card(out)["counts"]["dropped"]
-    assert (dropped["too_long"], dropped["duplicate"]) == (1, 1)
+    assert [dropped[reason] for reason in ("too_long", "duplicate", "excluded")] == [1, 1, 1]
     assert card(out)["is_complete"]
 
 
