@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 
 import structlog
@@ -113,20 +114,29 @@ class VerifyBatcher:
     async def _submit(
         self, sequence: Sequence, proposal: Proposal, traceparent: str
     ) -> target_pb2.VerifyResult:
-        """Gets one item's result, from as many targets as are lost meanwhile, and one more."""
+        """Gets one item's result; from another target if one is lost, or too busy to begin."""
+        busy: set[str] = set()
         while True:
-            placement = self._place(sequence)
+            placement = self._place(sequence, busy)
             try:
-                return await self._ask(placement, sequence, proposal, traceparent)
+                message = await self._ask(placement, sequence, proposal, traceparent)
             except _TargetLostError:
                 _log.warning("target lost", sequence_id=sequence.sequence_id)
+                continue
+            if message.status == target_pb2.VERIFY_STATUS_EXHAUSTED:
+                assert placement.client is not None
+                busy.add(placement.client.address)
+                if any(client.address not in busy for client in self._pool.usable()):
+                    self._leave(placement, sequence, target_pb2.RELEASE_REASON_FAILED)
+                    continue
+            return message
 
-    def _place(self, sequence: Sequence) -> _Placement:
-        """Where the sequence is; it is placed first if it is nowhere."""
+    def _place(self, sequence: Sequence, busy: Container[str]) -> _Placement:
+        """Where the sequence is; it is placed first, where it is not busy, if it is nowhere."""
         placement = self._placements.setdefault(sequence.sequence_id, _Placement())
         if placement.client is not None:
             return placement
-        usable = self._pool.usable()
+        usable = [client for client in self._pool.usable() if client.address not in busy]
         if not usable:
             is_lost = placement.epoch > 0
             raise UnavailableError(
@@ -181,11 +191,17 @@ class VerifyBatcher:
         placement = self._placements.pop(sequence.sequence_id, None)
         if placement is None or placement.client is None:
             return
-        client = placement.client
-        client.displace()
         # The next turn of a conversation finds its KV there.
         blocks = sequence.digest.block_hashes(sequence.token_ids, sequence.base_length)
-        self._router.remember(client.address, blocks)
+        self._router.remember(placement.client.address, blocks)
+        self._leave(placement, sequence, reason)
+
+    @staticmethod
+    def _leave(placement: _Placement, sequence: Sequence, reason: target_pb2.ReleaseReason) -> None:
+        """Takes a sequence off its target."""
+        client, placement.client = placement.client, None
+        assert client is not None
+        client.displace()
         client.send(
             releases=[
                 target_pb2.ReleaseSequence(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.drafter import DraftSequence, OpenCommand, ProposeItem, Status
 from draft_service.model_drafter import ModelDrafter
+from specdec.paged.attention import PackedSequence
 from specdec.paged.loading import LoadedModel, load_paged_model
 from specdec.randomness import derive_keys, uniform_prob
 from specdec.sampling import draw_from_distribution, draw_tokens, probs_from_logits
@@ -441,4 +442,31 @@ def test_sequences_that_draft_nothing_make_room(folder: Path) -> None:
     # What was taken is computed again.
     commit(drafter, idle, [])
     assert run(drafter, [idle])[0].token_ids == first.token_ids
+    drafter.check_integrity()
+
+
+def test_a_prefix_computed_before_is_reused_and_drafts_stay_the_same(folder: Path) -> None:
+    drafter, fresh = make_drafter(folder), make_drafter(folder)
+    prompt = PROMPTS[5]  # 40 tokens: 10 blocks
+    first = open_sequence(drafter, prompt)
+    run(drafter, [first])
+    drafter.release(first)
+    num_rows = 0
+    forward = drafter._model.forward
+
+    def counting(packed: Sequence[PackedSequence], num_logits: Sequence[int]) -> torch.Tensor:
+        nonlocal num_rows
+        num_rows += sum(len(part.token_ids) for part in packed)
+        return forward(packed, num_logits)
+
+    drafter._model.forward = counting  # type: ignore[method-assign]
+    (again,) = run(drafter, [open_sequence(drafter, prompt, seed=2)])
+    (expected,) = run(fresh, [open_sequence(fresh, prompt, seed=2)])
+    assert again.token_ids == expected.token_ids
+    assert num_rows == len(again.token_ids)  # the last token of the prompt, and each draft but one
+    num_rows = 0
+    (longer,) = run(drafter, [open_sequence(drafter, [*prompt, 1, 2, 3], seed=3)])
+    (expected,) = run(fresh, [open_sequence(fresh, [*prompt, 1, 2, 3], seed=3)])
+    assert longer.token_ids == expected.token_ids
+    assert num_rows == 3 + len(longer.token_ids) - 1
     drafter.check_integrity()

@@ -265,3 +265,20 @@ async def test_a_conversation_goes_where_its_prefix_is(
                     assert cached == (len(history) - 4) // 16 * 16
                 history += result.token_ids
                 history += [1, 2, 3]
+
+
+async def test_a_busy_target_sends_requests_on_to_another(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(model, tmp_path, monkeypatch, num_targets=2, num_drafts=0) as (
+        pods,
+        client,
+        _,
+    ):
+        pods.targets[0].engine._max_sequences = 1
+        results = await asyncio.gather(
+            *(ids_of(client, PROMPTS[0]) for _ in range(6)), return_exceptions=True
+        )
+        assert len({tuple(ids) for ids in results if isinstance(ids, list)}) == 1
+        assert pods.targets[0].engine.stats.num_refused > 0
+        assert [r for r in results if not isinstance(r, list)] == []
