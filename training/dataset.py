@@ -232,7 +232,7 @@ class Dataset:
                     f"{self._folder} was written with {_difference(name, card.get(name), value)};"
                     " take another folder, or the same settings"
                 )
-        return dict(card["decoding"])
+        return dict(card.get("decoding", {}))
 
     def _recover(self) -> None:
         self.prompts: set[str] = set()
@@ -253,7 +253,8 @@ class Dataset:
             self.num_dropped[DropReason(entry["reason"])] += 1
 
     def _count(self, entry: Mapping[str, Any]) -> None:
-        assert entry["index"] not in self.indices, "a conversation was written twice"
+        if entry["index"] in self.indices or entry["prompt"] in self.prompts:
+            raise DatasetError(f"{self._folder}: conversation {entry['index']} is there twice")
         self.indices.add(entry["index"])
         self.prompts.add(entry["prompt"])
         self._sums["greedy"] += entry["greedy"]

@@ -36,7 +36,9 @@ class Journal:
 
     def append(self, entry: dict[str, Any]) -> None:
         """Adds a line."""
-        self._file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+        rest = orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
+        while rest:  # a disk that gets full takes a part before it refuses
+            rest = rest[self._file.write(rest) :]
         self.num_lines += 1
 
     def close(self) -> None:

@@ -112,3 +112,11 @@ def test_two_processes_do_not_write_one_data_set(tmp_path: Path) -> None:
     with open_dataset(tmp_path), pytest.raises(DatasetError, match="another process"):
         open_dataset(tmp_path)
     open_dataset(tmp_path).close()
+
+
+def test_a_conversation_is_there_once(tmp_path: Path) -> None:
+    with open_dataset(tmp_path) as dataset:
+        dataset.add(conversation(0))
+    (tmp_path / "shard-00001.jsonl").write_bytes((tmp_path / "shard-00000.jsonl").read_bytes())
+    with pytest.raises(DatasetError, match="conversation 0 is there twice"):
+        open_dataset(tmp_path)
