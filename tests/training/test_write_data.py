@@ -188,6 +188,28 @@ def test_counts_add_up(tmp_path: Path) -> None:
     assert read_drops(alone) == drops
 
 
+def test_a_prompt_may_end_in_text(tmp_path: Path) -> None:
+    """As "[/INST]" does: here "t50 t51", which the model writes after every third word."""
+    table = np.full((64, 64), 0.7 / 50)
+    table[:, 50:] = 0.0
+    table[:, 50] = 0.3
+    table[50] = np.eye(64)[51]
+    table[51] = np.eye(64)[END]
+    save_bigram(tmp_path / "model", table, eos_token_id=END)
+    tokenizer = toy_tokenizer(64, (END,), bos=START)
+    tokenizer.chat_template = (
+        f"{{% for message in messages %}}t{START} {{{{ message.content }}}} t50 t51 {{% endfor %}}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    written = write(tmp_path / "model", tmp_path / "out", 10)
+    for each in written.values():
+        words = [int(word[1:]) for word in each.prompt.split()]
+        assert words
+        assert not {50, 51} & set(words)
+        assert each.prompt_ids == (START, *words, 50, 51)
+        assert each.answer_ids == (END,)
+
+
 def test_the_same_command_extends_and_other_settings_are_refused(
     folder: Path,
     expected: dict[int, Conversation],
