@@ -41,6 +41,7 @@ class OpenCommand:
     is_dense: bool
     """Whether sampled proposals carry DENSE distributions, else SPARSE."""
     stop_token_ids: frozenset[int]
+    num_prompt_tokens: int = 0
     refusal: tuple[Status, str] | None = None
     """Set when the opening is malformed: every item of it is answered with this."""
 

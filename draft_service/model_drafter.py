@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from draft_service.drafter import Drafted, Drafter, DraftSequence, Status
+from specdec.logits import Prefix, adjust_logits
 from specdec.paged.attention import PackedSequence
 from specdec.paged.loading import LoadedModel
 from specdec.paged.sequence_kv import SequenceKV
@@ -123,11 +124,16 @@ class ModelDrafter(Drafter):
         is_finite = torch.isfinite(logits).all(dim=1)
         logits = torch.where(is_finite[:, None], logits, 0.0)
         params = [sequence.opening.params for sequence in sequences]
+        prefixes = [
+            Prefix(sequence.token_ids, sequence.opening.num_prompt_tokens, sequence.drafted)
+            for sequence in sequences
+        ]
         drawn: list[tuple[int, DraftDistribution | None]]
         if all(row.is_greedy for row in params):
+            logits = adjust_logits(logits, params, prefixes)
             drawn = [(token_id, None) for token_id in logits.argmax(dim=1).tolist()]
         else:
-            drawn = self._sample(sequences, probs_from_logits(logits, params))
+            drawn = self._sample(sequences, probs_from_logits(logits, params, prefixes))
         results = []
         for sequence, (token_id, q), finite in zip(
             sequences, drawn, is_finite.tolist(), strict=True

@@ -15,13 +15,13 @@ from draft_service.engine import Chunk, DraftEngine
 from specdec.errors import InvalidArgumentError, UnavailableError
 from specdec.paged.block_pool import BlockPool
 from specdec.rpc.session import serve_session
-from specdec.types import MAX_DRAFT_TOKENS
+from specdec.types import MAX_DRAFT_TOKENS, SamplingParams
 from specdec.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2
 from specdec.wire import (
     ACCEPTANCES_TO_PROTO,
     check_token_ids,
     distribution_to_proto,
-    sampling_from_proto,
+    opening_params,
 )
 
 _STATUSES = {
@@ -118,10 +118,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def _open_command(self, message: draft_pb2.OpenDraft) -> OpenCommand:
         vocab_size = self._facts.vocab_size
-        params = sampling_from_proto(type(message.sampling)(), vocab_size)
+        params = SamplingParams()
         refusal = None
         try:
-            params = sampling_from_proto(message.sampling, vocab_size)
+            params = opening_params(message, vocab_size)
             if message.drafter not in self._facts.drafters:
                 offered = ", ".join(self._facts.drafters)
                 detail = f"must be one of {offered} (got {message.drafter!r})"
@@ -146,6 +146,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             key=message.key,
             is_dense=message.form == tensor_pb2.DISTRIBUTION_FORM_DENSE,
             stop_token_ids=frozenset(message.stop_token_ids),
+            num_prompt_tokens=message.num_prompt_tokens,
             refusal=refusal,
         )
 

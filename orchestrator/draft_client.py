@@ -26,6 +26,7 @@ from specdec.types import Acceptance, DraftDistribution, Proposal
 from specdec.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2
 from specdec.wire import (
     ACCEPTANCES_TO_PROTO,
+    bad_words_to_proto,
     check_token_ids,
     distribution_from_proto,
     sampling_to_proto,
@@ -220,6 +221,8 @@ class DraftClient(
                     key=keys.target if acceptance is Acceptance.COUPLED else keys.propose,
                     form=self._form,
                     stop_token_ids=sorted(sequence.output.stop_token_ids),
+                    end_token_ids=sequence.params.end_token_ids,
+                    bad_word_token_ids=bad_words_to_proto(sequence.params),
                 )
             ]
         )

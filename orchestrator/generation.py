@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opentelemetry.trace import Span
 
@@ -18,6 +18,7 @@ from specdec.telemetry.tracing import trace_id_of
 from specdec.types import FinishReason
 from specdec.v1 import orchestrator_pb2, target_pb2
 from specdec.wire import (
+    check_something_is_left,
     check_token_ids,
     sampling_from_proto,
     source_to_proto,
@@ -89,6 +90,14 @@ def make_sequence(
         InvalidArgumentError: Naming a field and its value.
     """
     params = sampling_from_proto(request.sampling, target.vocab_size)
+    eos_token_ids = () if params.ignore_eos else tuple(target.eos_token_ids)
+    end_token_ids = sorted({*eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
+    params = replace(
+        params,
+        end_token_ids=tuple(end_token_ids),
+        bad_word_token_ids=tokenization.encode_bad_words(params.bad_words),
+    )
+    check_something_is_left(params, target.vocab_size)
     speculation = speculation_from_proto(request.speculation, is_seeded=params.seed is not None)
     room = target.context_size - len(token_ids)
     if room < 1:

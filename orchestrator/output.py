@@ -56,6 +56,8 @@ class OutputStream:
         if not params.ignore_eos:
             self.stop_token_ids |= frozenset(eos_token_ids)
         self._num_tokens_left = max_tokens
+        self._num_tokens_until_stop = params.min_tokens
+        self._includes_stop = params.include_stop_str_in_output
         self._held = ""
 
     @property
@@ -73,13 +75,16 @@ class OutputStream:
             The text it releases, and why the choice ends with it, if it does.
         """
         self._num_tokens_left -= 1
+        self._num_tokens_until_stop -= 1
         if token_id in self.stop_token_ids:
             return self._flush(), Finish(FinishReason.STOP, stop_token_id=token_id)
         self._held += self._decoder.push(token_id)
-        match = _first_match(self._held, self._stop)
+        # A stop string that was complete before min_tokens is text like any other.
+        match = _first_match(self._held, self._stop) if self._num_tokens_until_stop < 0 else None
         if match is not None:
             start, stop = match
-            return self._held[:start], Finish(FinishReason.STOP, stop=stop)
+            end = start + len(stop) if self._includes_stop else start
+            return self._held[:end], Finish(FinishReason.STOP, stop=stop)
         if self._num_tokens_left == 0:
             return self._flush(), Finish(FinishReason.LENGTH)
         num_released = len(self._held) - _num_held(self._held, self._stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,24 @@ class Tokenization:
         if not any(self._spells_special(message.content) for message in messages):
             return self._encode(self._render(messages))
         return self._encode_escaped(messages)
+
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Spells words as ids, the way they occur at a start and after a space.
+
+        Args:
+            words: None is empty or all space.
+
+        Returns:
+            One or two spellings of each.
+        """
+        spellings: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = tuple(self._encode(text, is_text=True))
+                # A tokenizer may spell a space by itself: that is the word after another token.
+                if ids:
+                    spellings[ids] = None
+        return tuple(spellings)
 
     def _encode_escaped(self, messages: list[ChatMessage]) -> list[int]:
         """Encodes template and contents apart, so that contents spell no control token."""

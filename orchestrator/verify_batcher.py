@@ -29,7 +29,7 @@ from specdec.telemetry import names
 from specdec.telemetry.tracing import Tracing
 from specdec.types import Proposal, VerifyResult
 from specdec.v1 import target_pb2
-from specdec.wire import distribution_to_proto, keys_to_proto, sampling_to_proto
+from specdec.wire import bad_words_to_proto, distribution_to_proto, keys_to_proto, sampling_to_proto
 
 _log = structlog.get_logger(__name__)
 
@@ -241,6 +241,8 @@ def _opening(sequence: Sequence, epoch: int) -> target_pb2.OpenSequence:
         num_prompt_tokens=sequence.num_prompt_tokens,
         sampling=sampling_to_proto(sequence.params),
         keys=keys_to_proto(sequence.keys),
+        end_token_ids=sequence.params.end_token_ids,
+        bad_word_token_ids=bad_words_to_proto(sequence.params),
     )
 
 

@@ -1,13 +1,15 @@
 """From logits to probabilities to a token: one pure pipeline for every service.
 
 Draft, verify, bonus and plain decode all go through `probs_from_logits`, with
-the row's own parameters, and nothing applies temperature, top-k or top-p to a
-probability again. The order is transformers': subtract the row maximum and
-divide by the temperature, top-k, top-p.
+the row's own parameters and its own prefix, and nothing applies temperature,
+top-k, top-p or min-p to a probability again. The order is transformers': bias,
+masks and penalties (`specdec.logits`), subtract the row maximum and divide by
+the temperature, top-k, top-p, min-p.
 
 Tie rules. Greedy: the lowest id of the largest logit. Top-k: tokens tied with
 the k-th are kept. Top-p: a token is kept iff the mass ranked before it is below
-top_p; equal probabilities rank by id, lowest first.
+top_p; equal probabilities rank by id, lowest first. Min-p: a token is kept iff its
+probability is at least min_p times the largest one.
 
 Shapes: n = rows, V = vocabulary size.
 """
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from specdec.logits import Prefix, adjust_logits
 from specdec.randomness import exponential_noise, exponential_noise_at
 from specdec.types import DraftDistribution, SamplingParams
 
@@ -27,17 +30,23 @@ from specdec.types import DraftDistribution, SamplingParams
 _TOP_P_CANDIDATES = 1024
 
 
-def probs_from_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def probs_from_logits(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    prefixes: Sequence[Prefix | None] | None = None,
+) -> torch.Tensor:
     """Turns logits into the distribution the row's token is drawn from.
 
     Args:
         logits: [n, V] raw logits, float32 or float64, finite.
         params: [n] parameters of each row.
+        prefixes: [n] what comes before each row; needed where `shapes_logits` is true.
 
     Returns:
         [n, V] probabilities in the dtype of `logits`, each row summing to 1. A
         greedy row has all its mass on the argmax.
     """
+    logits = adjust_logits(logits, params, prefixes)
     # In the dtype of the logits, so that tests can enumerate in float64.
     temperature = torch.tensor([[row.temperature] for row in params], dtype=logits.dtype).to(
         logits.device
@@ -51,6 +60,8 @@ def probs_from_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) ->
     probs = torch.softmax(scaled, dim=1)
     if any(row.top_p < 1.0 for row in params):
         probs = _keep_top_p(probs, [row.top_p for row in params])
+    if any(row.min_p > 0.0 for row in params):
+        probs = _keep_min_p(probs, [row.min_p for row in params])
     if any(row.is_greedy for row in params):
         one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
         probs = torch.where(is_greedy, one_hot, probs)
@@ -84,6 +95,13 @@ def _keep_top_p(probs: torch.Tensor, top_p: list[float]) -> torch.Tensor:
     kept = torch.where(keep, probs, 0.0)
     # A row without top-p is left as it is, so that its bits do not depend on its neighbours.
     return torch.where(limit >= 1.0, probs, kept / kept.sum(dim=1, keepdim=True))
+
+
+def _keep_min_p(probs: torch.Tensor, min_p: list[float]) -> torch.Tensor:
+    """Keeps tokens at least min_p times as likely as the likeliest; renormalises."""
+    share = torch.tensor(min_p, dtype=probs.dtype).to(probs.device)[:, None]  # [n, 1]
+    kept = torch.where(probs >= share * probs.amax(dim=1, keepdim=True), probs, 0.0)
+    return torch.where(share <= 0.0, probs, kept / kept.sum(dim=1, keepdim=True))
 
 
 def draw_tokens(

@@ -49,6 +49,26 @@ class SamplingParams:
     """In (0, 1]; 1 is off."""
     top_k: int = 0
     """At least 1; 0 is off."""
+    min_p: float = 0.0
+    """In [0, 1]; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Above 0; 1 is off. Over prompt and output."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]; 0 is off. Over the output."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]; 0 is off. Over the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit), in ascending order of ids; in [-100, 100]."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Ids that may be emitted; empty: all."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that are not emitted."""
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    """The same as ids, each at least one; the output never holds one of these in a row."""
+    min_tokens: int = 0
+    """Tokens before which the generation does not end by itself."""
+    end_token_ids: tuple[int, ...] = ()
+    """Ids that end the generation, and are masked before min_tokens."""
     seed: int | None = None
     """In [0, 2^64); None takes fresh entropy."""
     max_tokens: int | None = None
@@ -59,11 +79,31 @@ class SamplingParams:
     """Ids the generation ends after."""
     ignore_eos: bool = False
     """Whether the model's EOS ids do not end the generation."""
+    include_stop_str_in_output: bool = False
+    """Whether the text ends after the stop string instead of before it."""
 
     @property
     def is_greedy(self) -> bool:
         """Whether every token is the argmax."""
         return self.temperature == 0.0
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether logits depend on which tokens came before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before temperature and truncation."""
+        return (
+            bool(self.logit_bias or self.allowed_token_ids or self.bad_word_token_ids)
+            or (self.min_tokens > 0 and bool(self.end_token_ids))
+            or self.has_penalty
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

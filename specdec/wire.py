@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,31 +22,31 @@ from specdec.types import (
     SpeculationParams,
     TokenSource,
 )
-from specdec.v1 import orchestrator_pb2, target_pb2, tensor_pb2
+from specdec.v1 import draft_pb2, orchestrator_pb2, target_pb2, tensor_pb2
 
 MAX_STOP_STRINGS = 16
 SUPPORTED_SAMPLING_PARAMS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
     "seed",
     "max_tokens",
+    "min_tokens",
     "stop",
     "stop_token_ids",
     "ignore_eos",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
 )
 # Fields not honoured yet, with the value that means "off": anything else is refused.
-_NEUTRAL_VALUES = {
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-    "include_stop_str_in_output": False,
-    "n": 1,
-    "logprobs": None,
-}
-_EMPTY_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words")
+_NEUTRAL_VALUES = {"n": 1, "logprobs": None}
+_MAX_BIASES, _MAX_BAD_WORDS = 1024, 256
 
 _SOURCES_TO_PROTO = {
     TokenSource.ACCEPTED: orchestrator_pb2.TOKEN_SOURCE_ACCEPTED,
@@ -84,9 +85,22 @@ def sampling_from_proto(
     top_k = message.top_k if message.HasField("top_k") else 0
     if top_k < -1:
         raise _bad("sampling.top_k", "must be -1 or 0 (off) or at least 1", top_k)
+    min_p = message.min_p
+    if not 0.0 <= min_p <= 1.0:
+        raise _bad("sampling.min_p", "must be in [0, 1]", min_p)
+    repetition = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+    if not (math.isfinite(repetition) and repetition > 0.0):
+        raise _bad("sampling.repetition_penalty", "must be finite and above 0", repetition)
+    for field in ("presence_penalty", "frequency_penalty"):
+        if not -2.0 <= (value := getattr(message, field)) <= 2.0:
+            raise _bad(f"sampling.{field}", "must be in [-2, 2]", value)
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
     if max_tokens == 0:
         raise _bad("sampling.max_tokens", "must be at least 1", max_tokens)
+    if max_tokens is not None and message.min_tokens > max_tokens:
+        detail = f"must be at most max_tokens, {max_tokens}"
+        raise _bad("sampling.min_tokens", detail, message.min_tokens)
+    _check_lists(message, vocab_size)
     if len(message.stop) > MAX_STOP_STRINGS:
         raise _bad("sampling.stop", f"takes at most {MAX_STOP_STRINGS} strings", len(message.stop))
     if "" in message.stop:
@@ -96,12 +110,91 @@ def sampling_from_proto(
         temperature=temperature,
         top_p=top_p,
         top_k=max(top_k, 0),
+        min_p=min_p,
+        repetition_penalty=repetition,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(sorted(set(message.allowed_token_ids))),
+        bad_words=tuple(message.bad_words),
+        min_tokens=message.min_tokens,
         seed=message.seed if message.HasField("seed") else None,
         max_tokens=max_tokens,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        include_stop_str_in_output=message.include_stop_str_in_output,
     )
+
+
+def _check_lists(message: orchestrator_pb2.SamplingParams, vocab_size: int) -> None:
+    """Checks biases, allowed ids and bad words, each by itself."""
+    field = "sampling.logit_bias"
+    if len(message.logit_bias) > _MAX_BIASES:
+        raise _bad(field, f"takes at most {_MAX_BIASES} entries", len(message.logit_bias))
+    for token_id, bias in message.logit_bias.items():
+        if token_id >= vocab_size:
+            raise _bad(f"{field}[{token_id}]", f"ids must be below {vocab_size}", token_id)
+        if not -100.0 <= bias <= 100.0:
+            raise _bad(f"{field}[{token_id}]", "must be in [-100, 100]", bias)
+    check_token_ids("sampling.allowed_token_ids", message.allowed_token_ids, vocab_size)
+    field = "sampling.bad_words"
+    if len(message.bad_words) > _MAX_BAD_WORDS:
+        raise _bad(field, f"takes at most {_MAX_BAD_WORDS} strings", len(message.bad_words))
+    for index, word in enumerate(message.bad_words):
+        if not word.strip():
+            raise _bad(f"{field}[{index}]", "must not be empty or all space", repr(word))
+
+
+def check_something_is_left(params: SamplingParams, vocab_size: int) -> None:
+    """Checks that masks always leave a token to emit.
+
+    Args:
+        params: With end ids and bad words as ids.
+        vocab_size: Number of token ids.
+
+    Raises:
+        InvalidArgumentError: If the allowed ids less those that may be masked are none.
+    """
+    masked = {word[-1] for word in params.bad_word_token_ids}
+    if params.min_tokens:
+        masked.update(params.end_token_ids)
+    allowed = params.allowed_token_ids
+    num_left = len(set(allowed) - masked) if allowed else vocab_size - len(masked)
+    if num_left < 1:
+        field = "sampling.allowed_token_ids" if allowed else "sampling.bad_words"
+        description = "leave no token once min_tokens and bad_words are obeyed"
+        raise _bad(field, description, list(allowed or params.bad_words)[:8])
+
+
+def opening_params(
+    message: target_pb2.OpenSequence | draft_pb2.OpenDraft, vocab_size: int
+) -> SamplingParams:
+    """Reads and validates the parameters of an opening; as `sampling_from_proto`.
+
+    Args:
+        message: As sent by the orchestrator.
+        vocab_size: Number of token ids.
+
+    Returns:
+        The parameters, with what only ids can say.
+
+    Raises:
+        InvalidArgumentError: Naming the field and the value given.
+    """
+    params = sampling_from_proto(message.sampling, vocab_size)
+    check_token_ids("end_token_ids", message.end_token_ids, vocab_size)
+    words = []
+    for index, word in enumerate(message.bad_word_token_ids):
+        if not word.ids:
+            raise _bad(f"bad_word_token_ids[{index}]", "must not be empty", [])
+        check_token_ids(f"bad_word_token_ids[{index}]", word.ids, vocab_size)
+        words.append(tuple(word.ids))
+    params = replace(
+        params, end_token_ids=tuple(message.end_token_ids), bad_word_token_ids=tuple(words)
+    )
+    check_something_is_left(params, vocab_size)
+    return params
 
 
 def _refuse_unsupported(message: orchestrator_pb2.SamplingParams) -> None:
@@ -110,11 +203,6 @@ def _refuse_unsupported(message: orchestrator_pb2.SamplingParams) -> None:
         if message.HasField(field) and value != neutral:
             raise InvalidArgumentError(
                 f"sampling.{field}", f"is not supported yet (got {value})", reason="UNSUPPORTED"
-            )
-    for field in _EMPTY_FIELDS:
-        if getattr(message, field):
-            raise InvalidArgumentError(
-                f"sampling.{field}", "is not supported yet; must be empty", reason="UNSUPPORTED"
             )
 
 
@@ -179,8 +267,22 @@ def _bad(field: str, expected: str, value: object) -> InvalidArgumentError:
 def sampling_to_proto(params: SamplingParams) -> orchestrator_pb2.SamplingParams:
     """Writes what a service needs to shape a distribution; stop rules stay behind."""
     return orchestrator_pb2.SamplingParams(
-        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        min_tokens=params.min_tokens,
     )
+
+
+def bad_words_to_proto(params: SamplingParams) -> list[orchestrator_pb2.TokenIds]:
+    """Writes bad words as ids."""
+    return [orchestrator_pb2.TokenIds(ids=word) for word in params.bad_word_token_ids]
 
 
 def keys_to_proto(keys: SamplingKeys) -> target_pb2.SamplingKeys:

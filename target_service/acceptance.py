@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specdec.logits import Prefix, adjust_logits
 from specdec.randomness import uniform_prob, uniform_probs
 from specdec.sampling import draw_from_distribution, draw_tokens, probs_from_logits
 from specdec.types import DraftDistribution, SamplingKeys, SamplingParams
@@ -46,11 +47,21 @@ class Chain:
     keys: SamplingKeys
     base_length: int
     """L, the position of the token that row 0 decides."""
+    prefix: Prefix | None = None
+    """The L committed tokens; needed if the parameters shape logits."""
 
     @property
     def num_rows(self) -> int:
         """K + 1."""
         return len(self.draft_token_ids) + 1
+
+    @property
+    def row_prefixes(self) -> list[Prefix | None]:
+        """[K + 1] what comes before each row: row j stands on the first j drafts."""
+        prefix, drafts = self.prefix, self.draft_token_ids
+        if prefix is None:
+            return [None] * self.num_rows
+        return [replace(prefix, drafts=drafts[:j]) for j in range(self.num_rows)]
 
     @property
     def uses_rejection(self) -> bool:
@@ -148,6 +159,7 @@ def verify_chains(logits: torch.Tensor, chains: Sequence[Chain]) -> list[ChainOu
         # Rows of a broken chain are computed as zeros and thrown away below.
         logits = torch.where(torch.isfinite(logits), logits, 0.0)
     if all(chain.params.is_greedy for chain in chains):
+        logits = adjust_logits(logits, *_rows(chains))
         outcomes = _match(logits.argmax(dim=1).tolist(), chains, starts)
     else:
         outcomes = _verify_sampled(logits, chains, starts)
@@ -163,8 +175,7 @@ def _verify_sampled(
     logits: torch.Tensor, chains: Sequence[Chain], starts: list[int]
 ) -> list[ChainOutcome]:
     """Verifies a step in which some chain samples: one draw for all its tokens."""
-    params = [chain.params for chain in chains for _ in range(chain.num_rows)]
-    probs = probs_from_logits(logits, params)  # [R, V]
+    probs = probs_from_logits(logits, *_rows(chains))  # [R, V]
     num_accepted = _accept_by_rejection(probs, chains, starts)
 
     # What is drawn: every row of a match chain, the deciding row of a rejection chain.
@@ -255,6 +266,12 @@ def _match(
         output = tuple(own_token_ids[start : start + accepted + 1])
         outcomes.append(ChainOutcome(output, accepted))
     return outcomes
+
+
+def _rows(chains: Sequence[Chain]) -> tuple[list[SamplingParams], list[Prefix | None]]:
+    """Parameters and prefix of each row."""
+    params = [chain.params for chain in chains for _ in range(chain.num_rows)]
+    return params, [prefix for chain in chains for prefix in chain.row_prefixes]
 
 
 def _starts(chains: Sequence[Chain]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from specdec.logits import Prefix
 from specdec.paged.attention import PackedSequence
 from specdec.paged.model import PagedModel
 from specdec.types import VerifyResult
@@ -48,6 +49,11 @@ class ModelRunner:
                     params=sequence.params,
                     keys=sequence.keys,
                     base_length=item.base_length,
+                    prefix=(
+                        Prefix(sequence.token_ids, sequence.num_prompt_tokens)
+                        if sequence.params.shapes_logits
+                        else None
+                    ),
                 )
                 is_mismatch = chain.uses_rejection and not is_redrawn(chain)
                 if is_mismatch:

@@ -12,13 +12,13 @@ import grpc
 
 from specdec.errors import InvalidArgumentError, UnavailableError
 from specdec.rpc.session import serve_session
-from specdec.types import MAX_DRAFT_TOKENS, Proposal
+from specdec.types import MAX_DRAFT_TOKENS, Proposal, SamplingParams
 from specdec.v1 import target_pb2, target_pb2_grpc
 from specdec.wire import (
     check_token_ids,
     distribution_from_proto,
     keys_from_proto,
-    sampling_from_proto,
+    opening_params,
     source_to_proto,
 )
 from target_service.engine import TargetEngine
@@ -123,9 +123,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def _open_command(self, message: target_pb2.OpenSequence) -> OpenCommand:
         refusal = None
-        params = sampling_from_proto(type(message.sampling)(), self._facts.vocab_size)
+        params = SamplingParams()
         try:
-            params = sampling_from_proto(message.sampling, self._facts.vocab_size)
+            params = opening_params(message, self._facts.vocab_size)
             if not message.token_ids:
                 raise InvalidArgumentError("token_ids", "must not be empty")
             check_token_ids("token_ids", message.token_ids, self._facts.vocab_size)

@@ -175,9 +175,16 @@ async def test_ids_out_of_range_are_refused(deployment: Deployment, token_id: in
         *itertools.product(["top_p"], [-1.0, 0.0, 1.5, math.nan, math.inf]),
         *itertools.product(["top_k"], [-2, -(2**31)]),
         ("max_tokens", 0),
+        *itertools.product(["min_p"], [-1.0, -1e-9, 1.5, math.nan, math.inf]),
+        *itertools.product(["repetition_penalty"], [0.0, -1.0, math.nan, math.inf]),
+        *itertools.product(
+            ["presence_penalty", "frequency_penalty"], [2.1, -3.0, math.nan, -math.inf]
+        ),
         ("stop", ["x"] * 17),
         ("stop", ["a", ""]),
         ("stop", ""),
+        ("logit_bias", {i: 0.5 for i in range(1025)}),
+        ("bad_words", ["t1"] * 257),
     ],
 )
 async def test_settings_out_of_range_are_refused(
@@ -186,20 +193,44 @@ async def test_settings_out_of_range_are_refused(
     await check_refused(deployment, [1], f"sampling.{name}", **{name: value})
 
 
+@pytest.mark.parametrize("bias", [100.5, -101.0, math.nan, math.inf])
+async def test_biases_out_of_range_are_refused(deployment: Deployment, bias: float) -> None:
+    await check_refused(deployment, [1], "sampling.logit_bias[3]", logit_bias={3: bias})
+
+
+@pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**31, 2**32 - 1])
+async def test_ids_beyond_the_vocabulary_are_refused(deployment: Deployment, token_id: int) -> None:
+    await check_refused(
+        deployment, [1], f"sampling.logit_bias[{token_id}]", logit_bias={token_id: 1.0}
+    )
+    await check_refused(
+        deployment, [1], "sampling.allowed_token_ids[1]", allowed_token_ids=[1, token_id]
+    )
+
+
+@pytest.mark.parametrize("word", ["", " ", "\n"])
+async def test_empty_bad_words_are_refused(deployment: Deployment, word: str) -> None:
+    await check_refused(deployment, [1], "sampling.bad_words[1]", bad_words=["t1", word])
+
+
+async def test_what_contradicts_itself_is_refused(deployment: Deployment) -> None:
+    await check_refused(deployment, [1], "sampling.min_tokens", min_tokens=5, max_tokens=4)
+    nothing = {"allowed_token_ids": [3, 4], "stop_token_ids": [3, 4]}
+    await check_refused(deployment, [1], "sampling.allowed_token_ids", min_tokens=1, **nothing)
+    await check_refused(
+        deployment,
+        [1],
+        "sampling.allowed_token_ids",
+        allowed_token_ids=[3],
+        bad_words=["t3"],
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *itertools.product(["min_p"], [0.3, -1.0, math.nan, math.inf]),
-        *itertools.product(["repetition_penalty"], [0.0, -1.0, 1e-9, 2.0, math.nan]),
-        *itertools.product(["presence_penalty", "frequency_penalty"], [1.5, -3.0, math.nan]),
         *itertools.product(["n"], [0, 2]),
         *itertools.product(["logprobs"], [0, 5]),
-        ("min_tokens", 1),
-        ("include_stop_str_in_output", True),
-        ("logit_bias", {3: 0.0}),
-        ("logit_bias", {3: 5.0}),
-        ("allowed_token_ids", [1]),
-        ("bad_words", ["t1"]),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(
@@ -214,11 +245,20 @@ async def test_supported_parameters_are_those_not_refused(deployment: Deployment
         "temperature",
         "top_p",
         "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
         "seed",
         "max_tokens",
+        "min_tokens",
         "stop",
         "stop_token_ids",
         "ignore_eos",
+        "include_stop_str_in_output",
+        "allowed_token_ids",
+        "bad_words",
     }
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from specdec.types import (
 from specdec.v1 import orchestrator_pb2 as pb
 from specdec.v1 import target_pb2, tensor_pb2
 from specdec.wire import (
+    bad_words_to_proto,
     check_token_ids,
     distribution_from_proto,
     distribution_to_proto,
     keys_from_proto,
     keys_to_proto,
+    opening_params,
     sampling_from_proto,
     sampling_to_proto,
     source_to_proto,
@@ -146,19 +149,18 @@ def test_an_explicit_zero_is_not_unset() -> None:
         ("stop", [""]),
         ("stop", ["x"] * 17),
         ("stop_token_ids", [VOCAB_SIZE]),
-        ("min_p", 0.1),
-        ("repetition_penalty", 1.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
         ("repetition_penalty", 0.0),
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", 0.1),
-        ("logit_bias", {1: 1.0}),
-        ("min_tokens", 1),
-        ("include_stop_str_in_output", True),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("logit_bias", {VOCAB_SIZE: 1.0}),
+        ("logit_bias", {1: 101.0}),
         ("n", 2),
         ("n", 0),
         ("logprobs", 0),
-        ("allowed_token_ids", [1]),
-        ("bad_words", ["x"]),
+        ("allowed_token_ids", [VOCAB_SIZE]),
+        ("bad_words", [" "]),
     ],
 )
 def test_bad_and_unsupported_values_are_refused_by_name(field: str, value: Any) -> None:
@@ -182,14 +184,52 @@ def test_values_that_mean_off_are_taken() -> None:
 
 
 def test_what_shapes_the_distribution_travels_on() -> None:
+    """All of it, bit for bit; what only the orchestrator needs stays behind."""
+    shaping = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.05,
+        "repetition_penalty": 1.3,
+        "presence_penalty": -0.4,
+        "frequency_penalty": 0.6,
+        "logit_bias": {7: 1.5, 3: -2.0},
+        "allowed_token_ids": [9, 3, 9, 7],
+        "min_tokens": 4,
+    }
     message = pb.SamplingParams(
-        temperature=0.7, top_p=0.9, top_k=5, seed=3, max_tokens=9, stop=["x"], ignore_eos=True
+        **shaping, seed=3, max_tokens=9, stop=["x"], ignore_eos=True, bad_words=["t1"]
     )
-    read = sampling_from_proto(message, VOCAB_SIZE)
-    again = sampling_from_proto(sampling_to_proto(read), VOCAB_SIZE)
-    assert (again.temperature, again.top_p, again.top_k) == (read.temperature, read.top_p, 5)
-    assert again.seed is None
-    assert again.stop == ()
+    read = replace(
+        sampling_from_proto(message, VOCAB_SIZE),
+        end_token_ids=(2, 5),
+        bad_word_token_ids=((1,), (4, 2)),
+    )
+    opening = target_pb2.OpenSequence(
+        sampling=sampling_to_proto(read),
+        end_token_ids=read.end_token_ids,
+        bad_word_token_ids=bad_words_to_proto(read),
+    )
+    again = opening_params(opening, VOCAB_SIZE)
+    assert again == replace(
+        read, seed=None, max_tokens=None, stop=(), ignore_eos=False, bad_words=()
+    )
+    assert read.allowed_token_ids == (3, 7, 9)
+    assert read.logit_bias == ((3, -2.0), (7, 1.5))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"end_token_ids": [VOCAB_SIZE]},
+        {"bad_word_token_ids": [pb.TokenIds(ids=[])]},
+        {"bad_word_token_ids": [pb.TokenIds(ids=[1, VOCAB_SIZE])]},
+        {"bad_word_token_ids": [pb.TokenIds(ids=[i]) for i in range(VOCAB_SIZE)]},
+    ],
+)
+def test_malformed_openings_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        opening_params(target_pb2.OpenSequence(**fields), VOCAB_SIZE)
 
 
 def test_greedy_stays_greedy_on_the_way() -> None:
