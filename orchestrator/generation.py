@@ -23,6 +23,7 @@ from specdec.wire import (
     sampling_from_proto,
     source_to_proto,
     speculation_from_proto,
+    top_logprobs_to_proto,
 )
 
 _sequence_ids = itertools.count(1)
@@ -177,12 +178,7 @@ def to_response(
     response = orchestrator_pb2.GenerateResponse(
         request_id=request_id,
         text="".join(token.text for token in tokens),
-        tokens=[
-            orchestrator_pb2.GeneratedToken(
-                id=token.token_id, source=source_to_proto(token.source), text=token.text
-            )
-            for token in tokens
-        ],
+        tokens=map(_token, tokens),
     )
     if sequence.finish is not None:
         response.finish.CopyFrom(_finish(sequence.finish))
@@ -191,6 +187,16 @@ def to_response(
         response.timing.CopyFrom(clock.timing(sequence.num_completion_tokens))
         response.trace_id = trace_id_of(sequence.span)
     return response
+
+
+def _token(token: OutputToken) -> orchestrator_pb2.GeneratedToken:
+    message = orchestrator_pb2.GeneratedToken(
+        id=token.token_id, source=source_to_proto(token.source), text=token.text
+    )
+    if token.logprobs is not None:
+        message.logprob = token.logprobs.logprob
+        message.top_logprobs.extend(top_logprobs_to_proto(token.logprobs))
+    return message
 
 
 def usage_of(sequence: Sequence) -> orchestrator_pb2.Usage:

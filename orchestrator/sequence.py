@@ -16,6 +16,7 @@ from specdec.types import (
     SamplingKeys,
     SamplingParams,
     SpeculationParams,
+    TokenLogprobs,
     TokenSource,
     VerifyResult,
 )
@@ -29,6 +30,8 @@ class OutputToken:
     source: TokenSource
     text: str
     """The text it released."""
+    logprobs: TokenLogprobs | None = None
+    """If asked for."""
 
 
 @dataclass(slots=True)
@@ -122,10 +125,13 @@ class Sequence:
             The tokens to deliver; `finish` is set when they are the last.
         """
         delivered: list[OutputToken] = []
-        for token_id, source in zip(result.output_token_ids, result.sources, strict=True):
+        logprobs = result.logprobs or (None,) * len(result.output_token_ids)
+        for token_id, source, found in zip(
+            result.output_token_ids, result.sources, logprobs, strict=True
+        ):
             text, self.finish = self.output.push(token_id)
             self.token_ids.append(token_id)
-            delivered.append(OutputToken(token_id, source, text))
+            delivered.append(OutputToken(token_id, source, text, found))
             if self.finish is not None:
                 break
         if self.round_index == 0:

@@ -29,7 +29,13 @@ from specdec.telemetry import names
 from specdec.telemetry.tracing import Tracing
 from specdec.types import Proposal, VerifyResult
 from specdec.v1 import target_pb2
-from specdec.wire import bad_words_to_proto, distribution_to_proto, keys_to_proto, sampling_to_proto
+from specdec.wire import (
+    bad_words_to_proto,
+    distribution_to_proto,
+    keys_to_proto,
+    logprobs_from_proto,
+    sampling_to_proto,
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -257,6 +263,7 @@ def _result(message: target_pb2.VerifyResult) -> VerifyResult:
         redraw_mismatch=message.redraw_mismatch,
         queue_ms=message.queue_ms,
         step_ms=message.step_ms,
+        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
         num_cached_tokens=message.cached_prompt_tokens,
     )
 

@@ -97,6 +97,10 @@ class Token:
     id: int
     text: str
     source: TokenSource
+    logprob: float | None = None
+    """Under the target's raw logits; None unless `logprobs` was given."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """(id, log-probability) of the likeliest tokens at its position, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +306,16 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     return request
 
 
+def _token(message: pb.GeneratedToken) -> Token:
+    return Token(
+        message.id,
+        message.text,
+        _source(message.source),
+        message.logprob if message.HasField("logprob") else None,
+        tuple((top.id, top.logprob) for top in message.top_logprobs),
+    )
+
+
 class _Output:
     """Gathers a stream's messages into chunks and, in the end, the Generation."""
 
@@ -312,7 +326,7 @@ class _Output:
     def add(self, response: pb.GenerateResponse) -> Chunk:
         chunk = Chunk(
             response.text,
-            tuple(Token(t.id, t.text, _source(t.source)) for t in response.tokens),
+            tuple(map(_token, response.tokens)),
         )
         self._chunks.append(chunk)
         if response.HasField("finish"):

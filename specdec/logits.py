@@ -1,6 +1,7 @@
-"""What changes logits before they become probabilities: bias, masks, penalties.
+"""What is read off logits, and what changes them before they become probabilities.
 
-The first part of the one pipeline (`specdec.sampling`), in this order:
+Bias, masks and penalties are the first part of the one pipeline (`specdec.sampling`), in
+this order:
 
 1. `logit_bias` is added.
 2. Masks set logits to -inf: all ids but the allowed ones; the ids that would end
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specdec.types import SamplingParams
+from specdec.types import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,34 @@ def adjust_logits(
     if len(rows) == len(logits):
         return shaped
     return logits.index_copy(0, torch.tensor(rows, device=logits.device), shaped)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: int
+) -> list[TokenLogprobs]:
+    """Log-probabilities of emitted tokens, before anything shapes the distribution.
+
+    Args:
+        logits: [n, V] raw logits, float32.
+        token_ids: [n] the emitted tokens.
+        num_top: Alternatives wanted, 0 or more.
+
+    Returns:
+        [n] log-probabilities. Equal alternatives rank by id, lowest first, as far as
+        they are among those found.
+    """
+    logprobs = logits.log_softmax(dim=1)
+    own = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=1)
+    return [
+        TokenLogprobs(logprob, tuple(sorted(zip(top, row, strict=True), key=_best_first)))
+        for logprob, top, row in zip(own, ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _best_first(entry: tuple[int, float]) -> tuple[float, int]:
+    token_id, logprob = entry
+    return -logprob, token_id
 
 
 def _known(prefix: Prefix | None) -> Prefix:

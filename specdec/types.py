@@ -79,6 +79,8 @@ class SamplingParams:
     """Ids the generation ends after."""
     ignore_eos: bool = False
     """Whether the model's EOS ids do not end the generation."""
+    logprobs: int | None = None
+    """Alternatives whose log-probabilities come with each token; None: not even its own."""
     include_stop_str_in_output: bool = False
     """Whether the text ends after the stop string instead of before it."""
 
@@ -104,6 +106,16 @@ class SamplingParams:
             or (self.min_tokens > 0 and bool(self.end_token_ids))
             or self.has_penalty
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: log_softmax of the target's raw float32 logits."""
+
+    logprob: float
+    """Of the emitted token."""
+    top: tuple[tuple[int, float], ...]
+    """(id, log-probability) of the likeliest tokens, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +176,8 @@ class VerifyResult:
     """From the item's arrival until its first step began, in ms."""
     step_ms: float = 0.0
     """Duration of the step that finished it, in ms."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per output token, if asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was reused when the sequence was taken up."""
 

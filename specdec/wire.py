@@ -20,6 +20,7 @@ from specdec.types import (
     SamplingKeys,
     SamplingParams,
     SpeculationParams,
+    TokenLogprobs,
     TokenSource,
 )
 from specdec.v1 import draft_pb2, orchestrator_pb2, target_pb2, tensor_pb2
@@ -41,12 +42,14 @@ SUPPORTED_SAMPLING_PARAMS = (
     "stop_token_ids",
     "ignore_eos",
     "include_stop_str_in_output",
+    "logprobs",
     "allowed_token_ids",
     "bad_words",
 )
 # Fields not honoured yet, with the value that means "off": anything else is refused.
-_NEUTRAL_VALUES = {"n": 1, "logprobs": None}
+_NEUTRAL_VALUES = {"n": 1}
 _MAX_BIASES, _MAX_BAD_WORDS = 1024, 256
+MAX_LOGPROBS = 20
 
 _SOURCES_TO_PROTO = {
     TokenSource.ACCEPTED: orchestrator_pb2.TOKEN_SOURCE_ACCEPTED,
@@ -100,6 +103,8 @@ def sampling_from_proto(
     if max_tokens is not None and message.min_tokens > max_tokens:
         detail = f"must be at most max_tokens, {max_tokens}"
         raise _bad("sampling.min_tokens", detail, message.min_tokens)
+    if message.logprobs > MAX_LOGPROBS:
+        raise _bad("sampling.logprobs", f"must be at most {MAX_LOGPROBS}", message.logprobs)
     _check_lists(message, vocab_size)
     if len(message.stop) > MAX_STOP_STRINGS:
         raise _bad("sampling.stop", f"takes at most {MAX_STOP_STRINGS} strings", len(message.stop))
@@ -123,6 +128,7 @@ def sampling_from_proto(
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
         include_stop_str_in_output=message.include_stop_str_in_output,
     )
 
@@ -277,7 +283,23 @@ def sampling_to_proto(params: SamplingParams) -> orchestrator_pb2.SamplingParams
         logit_bias=dict(params.logit_bias),
         allowed_token_ids=params.allowed_token_ids,
         min_tokens=params.min_tokens,
+        logprobs=params.logprobs,
     )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> target_pb2.OutputLogprobs:
+    """Writes log-probabilities, bit for bit."""
+    return target_pb2.OutputLogprobs(logprob=logprobs.logprob, top=top_logprobs_to_proto(logprobs))
+
+
+def top_logprobs_to_proto(logprobs: TokenLogprobs) -> list[orchestrator_pb2.TokenLogprob]:
+    """Writes the alternatives."""
+    return [orchestrator_pb2.TokenLogprob(id=i, logprob=value) for i, value in logprobs.top]
+
+
+def logprobs_from_proto(message: target_pb2.OutputLogprobs) -> TokenLogprobs:
+    """Reads log-probabilities."""
+    return TokenLogprobs(message.logprob, tuple((top.id, top.logprob) for top in message.top))
 
 
 def bad_words_to_proto(params: SamplingParams) -> list[orchestrator_pb2.TokenIds]:

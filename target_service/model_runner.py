@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from specdec.logits import Prefix
+import torch
+
+from specdec.logits import Prefix, token_logprobs
 from specdec.paged.attention import PackedSequence
 from specdec.paged.model import PagedModel
-from specdec.types import VerifyResult
-from target_service.acceptance import Chain, is_redrawn, redraw, verify_chains
+from specdec.types import TokenLogprobs, VerifyResult
+from target_service.acceptance import Chain, ChainOutcome, is_redrawn, redraw, verify_chains
 from target_service.scheduler import Work
 
 
@@ -64,14 +66,16 @@ class ModelRunner:
                 num_logits[-1] = chain.num_rows
             sequences.append(PackedSequence(rows, start, sequence.kv.block_table))
         logits = self._model.forward(sequences, num_logits)  # [sum(num_logits), V]
-        outcomes = iter(zip(chains, mismatches, verify_chains(logits, chains), strict=True))
+        decided = verify_chains(logits, chains)
+        logprobs = _logprobs(logits, chains, decided)
+        outcomes = iter(zip(chains, mismatches, decided, logprobs, strict=True))
 
         results: list[VerifyResult | NonFiniteLogitsError | None] = []
         for work in works:
             if not work.is_final:
                 results.append(None)
                 continue
-            chain, is_mismatch, outcome = next(outcomes)
+            chain, is_mismatch, outcome, chain_logprobs = next(outcomes)
             if not outcome.is_finite:
                 results.append(NonFiniteLogitsError())
                 continue
@@ -81,6 +85,21 @@ class ModelRunner:
                     num_accepted_tokens=outcome.num_accepted_tokens,
                     num_draft_tokens=len(chain.draft_token_ids),
                     redraw_mismatch=is_mismatch,
+                    logprobs=chain_logprobs,
                 )
             )
         return results
+
+
+def _logprobs(
+    logits: torch.Tensor, chains: Seq[Chain], outcomes: Seq[ChainOutcome]
+) -> list[tuple[TokenLogprobs, ...]]:
+    """Log-probabilities of each chain's output, where they are wanted."""
+    found: list[tuple[TokenLogprobs, ...]] = []
+    row = 0
+    for chain, outcome in zip(chains, outcomes, strict=True):
+        tokens, num_top = outcome.output_token_ids, chain.params.logprobs
+        rows = logits[row : row + len(tokens)]
+        row += chain.num_rows
+        found.append(() if num_top is None else tuple(token_logprobs(rows, tokens, num_top)))
+    return found

@@ -18,6 +18,7 @@ from specdec.wire import (
     check_token_ids,
     distribution_from_proto,
     keys_from_proto,
+    logprobs_to_proto,
     opening_params,
     source_to_proto,
 )
@@ -233,6 +234,7 @@ def _result(outcome: ItemOutcome) -> target_pb2.VerifyResult:
     if result is not None:
         message.output_token_ids.extend(result.output_token_ids)
         message.sources.extend(map(source_to_proto, result.sources))
+        message.logprobs.extend(map(logprobs_to_proto, result.logprobs))
         message.num_accepted_tokens = result.num_accepted_tokens
         message.num_draft_tokens = result.num_draft_tokens
         message.redraw_mismatch = result.redraw_mismatch

@@ -182,3 +182,29 @@ async def test_min_tokens_holds_back_every_end(models: tuple[Path, Path], tmp_pa
         )  # fmt: skip
         assert cut.token_ids == reference.token_ids[:3]
         assert cut.text.endswith(third)
+
+
+async def test_logprobs_are_those_of_the_raw_logits(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """For every token of every block, whatever shapes the distribution it was drawn from."""
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+    async with running(models[0], tmp_path, draft_model=models[1], drafter="model") as services:
+        for options in ({"temperature": 0.0}, {"seed": 5, "top_p": 0.7, "logit_bias": {2: 3.0}}):
+            for num_top in (0, 3):
+                results = await run_all(services, logprobs=num_top, **options)
+                for generations in results.values():
+                    for prompt, result in zip(PROMPTS, generations, strict=True):
+                        ids = torch.tensor([[*prompt, *result.token_ids]])
+                        with torch.inference_mode():
+                            rows = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(dim=1)
+                        own = rows.gather(1, ids[0, len(prompt) :, None])[:, 0]
+                        got = torch.tensor([token.logprob for token in result.tokens])
+                        torch.testing.assert_close(got, own, rtol=0, atol=1e-4)
+                        for row, token in zip(rows, result.tokens, strict=True):
+                            best = row.topk(num_top)
+                            assert [i for i, _ in token.top_logprobs] == best.indices.tolist()
+                            values = torch.tensor([value for _, value in token.top_logprobs])
+                            torch.testing.assert_close(values, best.values, rtol=0, atol=1e-4)
+        without = await run_all(services, temperature=0.0)
+        assert all(t.logprob is None for rs in without.values() for r in rs for t in r.tokens)

@@ -158,7 +158,7 @@ def test_an_explicit_zero_is_not_unset() -> None:
         ("logit_bias", {1: 101.0}),
         ("n", 2),
         ("n", 0),
-        ("logprobs", 0),
+        ("logprobs", 21),
         ("allowed_token_ids", [VOCAB_SIZE]),
         ("bad_words", [" "]),
     ],
