@@ -65,7 +65,7 @@ def encode_input(
     raise InvalidArgumentError("input", "one of prompt, token_ids, conversation must be set")
 
 
-def make_sequence(
+def make_sequences(
     request: orchestrator_pb2.GenerateRequest,
     token_ids: list[int],
     tokenization: Tokenization,
@@ -73,8 +73,8 @@ def make_sequence(
     *,
     deadline_s: float | None,
     span: Span,
-) -> Sequence:
-    """Makes the sequence of a request.
+) -> list[Sequence]:
+    """Makes the sequences of a request, one per choice.
 
     Args:
         request: Validated here, but for its input.
@@ -85,7 +85,7 @@ def make_sequence(
         span: The request's span.
 
     Returns:
-        The sequence, before its first round.
+        The sequences, by index, before their first rounds.
 
     Raises:
         InvalidArgumentError: Naming a field and its value.
@@ -109,23 +109,28 @@ def make_sequence(
             reason="PROMPT_TOO_LONG",
         )
     seed = fresh_seed() if params.seed is None else params.seed
-    return Sequence(
-        sequence_id=next(_sequence_ids),
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        params=params,
-        speculation=speculation,
-        keys=derive_keys(seed, choice=0),
-        output=OutputStream(
-            tokenization.tokenizer,
-            params,
-            eos_token_ids=tuple(target.eos_token_ids),
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-        ),
-        context_size=target.context_size,
-        deadline_s=deadline_s,
-        span=span,
-    )
+    sequences: list[Sequence] = []
+    for choice in range(params.num_choices):
+        sequence = Sequence(
+            sequence_id=next(_sequence_ids),
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            params=params,
+            speculation=speculation,
+            keys=derive_keys(seed, choice=choice),
+            output=OutputStream(
+                tokenization.tokenizer,
+                params,
+                eos_token_ids=tuple(target.eos_token_ids),
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            ),
+            context_size=target.context_size,
+            deadline_s=deadline_s,
+            span=span,
+            fork_of=sequences[0].sequence_id if sequences else None,
+        )
+        sequences.append(sequence)
+    return sequences
 
 
 @dataclass(slots=True)
@@ -160,23 +165,33 @@ class Clock:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a request's choices."""
+
+    index: int
+    sequence: Sequence
+    clock: Clock
+
+
 def to_response(
-    request_id: str, sequence: Sequence, tokens: list[OutputToken], drafter: str, clock: Clock
+    request_id: str, choice: Choice, tokens: list[OutputToken], drafter: str
 ) -> orchestrator_pb2.GenerateResponse:
     """Makes one round's response; the last one sums the choice up.
 
     Args:
         request_id: The request's id.
-        sequence: After the round.
+        choice: After the round.
         tokens: What the round delivers.
         drafter: The drafter used; "" when speculation was off.
-        clock: The request's times.
 
     Returns:
         The response.
     """
+    sequence, clock = choice.sequence, choice.clock
     response = orchestrator_pb2.GenerateResponse(
         request_id=request_id,
+        index=choice.index,
         text="".join(token.text for token in tokens),
         tokens=map(_token, tokens),
     )
@@ -199,15 +214,16 @@ def _token(token: OutputToken) -> orchestrator_pb2.GeneratedToken:
     return message
 
 
-def usage_of(sequence: Sequence) -> orchestrator_pb2.Usage:
-    """Counts the tokens delivered so far."""
-    stats = sequence.stats
+def usage_of(*sequences: Sequence) -> orchestrator_pb2.Usage:
+    """Counts the tokens delivered so far, over one or more choices."""
+    stats = [sequence.stats for sequence in sequences]
+    num_accepted = sum(each.num_accepted_tokens for each in stats)
     return orchestrator_pb2.Usage(
-        prompt_tokens=sequence.num_prompt_tokens,
-        cached_prompt_tokens=sequence.num_cached_tokens,
-        completion_tokens=sequence.num_completion_tokens,
-        accepted_draft_tokens=stats.num_accepted_tokens,
-        rejected_draft_tokens=stats.num_draft_tokens - stats.num_accepted_tokens,
+        prompt_tokens=sum(sequence.num_prompt_tokens for sequence in sequences),
+        cached_prompt_tokens=sum(sequence.num_cached_tokens for sequence in sequences),
+        completion_tokens=sum(sequence.num_completion_tokens for sequence in sequences),
+        accepted_draft_tokens=num_accepted,
+        rejected_draft_tokens=sum(each.num_draft_tokens for each in stats) - num_accepted,
     )
 
 
@@ -252,15 +268,21 @@ def trace_request(span: Span, request: orchestrator_pb2.GenerateRequest, model: 
         span.set_attribute(names.GEN_AI_REQUEST_SEED, str(sampling.seed))
 
 
-def trace_end(span: Span, sequence: Sequence, drafter: str) -> None:
-    """Puts how a request went on its span, whatever ended it."""
-    stats = sequence.stats
-    span.set_attribute(names.GEN_AI_USAGE_INPUT_TOKENS, sequence.num_prompt_tokens)
-    span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, sequence.num_completion_tokens)
+def trace_end(span: Span, sequences: list[Sequence], drafter: str) -> None:
+    """Puts how a request went on its span, whatever ended it: sums over its choices."""
+    usage, stats = usage_of(*sequences), [sequence.stats for sequence in sequences]
+    num_draft_tokens = sum(each.num_draft_tokens for each in stats)
+    num_accepted = usage.accepted_draft_tokens
+    span.set_attribute(names.GEN_AI_USAGE_INPUT_TOKENS, sequences[0].num_prompt_tokens)
+    span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, usage.completion_tokens)
     span.set_attribute(names.DRAFTER, drafter)
-    span.set_attribute(names.NUM_ROUNDS, stats.num_rounds)
-    span.set_attribute(names.NUM_DRAFT_TOKENS, stats.num_draft_tokens)
-    span.set_attribute(names.NUM_ACCEPTED_TOKENS, stats.num_accepted_tokens)
-    span.set_attribute(names.ACCEPTANCE_RATE, stats.acceptance_rate)
-    if sequence.finish is not None:
-        span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, [sequence.finish.reason.value])
+    span.set_attribute(names.NUM_ROUNDS, sum(each.num_rounds for each in stats))
+    span.set_attribute(names.NUM_DRAFT_TOKENS, num_draft_tokens)
+    span.set_attribute(names.NUM_ACCEPTED_TOKENS, num_accepted)
+    span.set_attribute(
+        names.ACCEPTANCE_RATE, num_accepted / num_draft_tokens if num_draft_tokens else 0.0
+    )
+    finishes = [sequence.finish for sequence in sequences]
+    if None not in finishes:
+        reasons = [finish.reason.value for finish in finishes if finish is not None]
+        span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, reasons)

@@ -87,6 +87,8 @@ class Sequence:
     """time.monotonic() at which the client stops waiting; None: never."""
     span: Span
     """The request's span."""
+    fork_of: int | None = None
+    """The sequence whose prompt this one has too; None: none."""
     digest: PrefixDigest = field(default_factory=PrefixDigest)
     round_index: int = 0
     num_cached_tokens: int = 0

@@ -13,12 +13,14 @@ import grpc
 import structlog
 from prometheus_client.metrics_core import Metric
 
+from orchestrator.choices import run_choices
 from orchestrator.decode_loop import DecodeLoop
 from orchestrator.draft_pool import DraftPool
 from orchestrator.generation import (
+    Choice,
     Clock,
     encode_input,
-    make_sequence,
+    make_sequences,
     to_response,
     trace_end,
     trace_request,
@@ -112,30 +114,30 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             )
             remaining_s = context.time_remaining()
             deadline_s = None if remaining_s is None else clock.arrival_s + remaining_s
-            sequence = await self._begin(request, deadline_s)
-            drafter = self._drafter_for(sequence)
+            sequences = await self._begin(request, deadline_s)
+            drafter = self._drafter_for(sequences[0])
+            choices = [
+                Choice(index, sequence, Clock(clock.arrival_s))
+                for index, sequence in enumerate(sequences)
+            ]
+            is_streaming = False
             try:
-                async with contextlib.aclosing(self._backend.loop.run(sequence, drafter)) as rounds:
-                    async for result, tokens in rounds:
-                        self._num_streaming += not clock.first_token_s
-                        clock.tick(result.queue_ms)
-                        yield to_response(request.request_id, sequence, tokens, drafter, clock)
+                running = run_choices(self._backend.loop, choices, drafter)
+                async with contextlib.aclosing(running) as rounds:
+                    async for choice, result, tokens in rounds:
+                        self._num_streaming += not is_streaming
+                        is_streaming = True
+                        choice.clock.tick(result.queue_ms)
+                        yield to_response(request.request_id, choice, tokens, drafter)
             except ServiceError:
-                usage = usage_of(sequence).SerializeToString()
+                usage = usage_of(*sequences).SerializeToString()
                 context.set_trailing_metadata(((_USAGE, usage),))
                 raise
             finally:
-                self._num_streaming -= bool(clock.first_token_s)
-                self._release(sequence)
-                trace_end(span, sequence, drafter)
-                self._backend.metrics.count_end(sequence, clock)
-                _log.info(
-                    "request ended",
-                    reason="aborted" if sequence.finish is None else sequence.finish.reason.value,
-                    num_prompt_tokens=sequence.num_prompt_tokens,
-                    num_completion_tokens=sequence.num_completion_tokens,
-                    num_rounds=sequence.stats.num_rounds,
-                )
+                self._num_streaming -= is_streaming
+                trace_end(span, sequences, drafter)
+                for choice in choices:
+                    self._end(choice)
 
     @contextlib.contextmanager
     def _admit(self, request: orchestrator_pb2.GenerateRequest) -> Iterator[None]:
@@ -164,8 +166,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
     async def _begin(
         self, request: orchestrator_pb2.GenerateRequest, deadline_s: float | None
-    ) -> Sequence:
-        """Validates a request and makes its sequence."""
+    ) -> list[Sequence]:
+        """Validates a request and makes the sequences of its choices."""
         backend, target = self._backend, self._backend.target_info
         trace_request(current_span(), request, target.model)
         arguments = (request, backend.tokenization, target.vocab_size)
@@ -173,7 +175,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             token_ids = await asyncio.to_thread(encode_input, *arguments)
         else:
             token_ids = encode_input(*arguments)
-        return make_sequence(
+        return make_sequences(
             request,
             token_ids,
             backend.tokenization,
@@ -198,8 +200,18 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             return ""
         return asked or (offered[0] if offered else "")
 
-    def _release(self, sequence: Sequence) -> None:
-        """Lets both services free the sequence, whatever ended it."""
+    def _end(self, choice: Choice) -> None:
+        """Lets both services free a choice's sequence, and counts it, whatever ended it."""
+        sequence = choice.sequence
+        self._backend.metrics.count_end(sequence, choice.clock)
+        _log.info(
+            "request ended",
+            choice=choice.index,
+            reason="aborted" if sequence.finish is None else sequence.finish.reason.value,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_completion_tokens=sequence.num_completion_tokens,
+            num_rounds=sequence.stats.num_rounds,
+        )
         reason = (
             target_pb2.RELEASE_REASON_CANCELLED
             if sequence.finish is None

@@ -150,7 +150,11 @@ class VerifyBatcher:
                 reason="TARGET_LOST" if is_lost else "NO_TARGET",
             )
         blocks = sequence.digest.block_hashes(sequence.token_ids, sequence.base_length)
-        placement.client = self._router.choose(usable, blocks)
+        parent = self._placements.get(sequence.fork_of or 0)
+        if parent is not None and parent.client in usable:
+            placement.client = parent.client
+        else:
+            placement.client = self._router.choose(usable, blocks)
         placement.client.place(sequence.base_length)
         self._router.remember(placement.client.address, blocks)
         placement.is_open = False
@@ -247,6 +251,7 @@ def _opening(sequence: Sequence, epoch: int) -> target_pb2.OpenSequence:
         num_prompt_tokens=sequence.num_prompt_tokens,
         sampling=sampling_to_proto(sequence.params),
         keys=keys_to_proto(sequence.keys),
+        fork_of=sequence.fork_of,
         end_token_ids=sequence.params.end_token_ids,
         bad_word_token_ids=bad_words_to_proto(sequence.params),
     )

@@ -109,6 +109,8 @@ class Chunk:
 
     text: str
     tokens: tuple[Token, ...]
+    index: int = 0
+    """Which of the request's choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,31 +322,29 @@ class _Output:
     """Gathers a stream's messages into chunks and, in the end, the Generation."""
 
     def __init__(self) -> None:
-        self._chunks: list[Chunk] = []
-        self._result: Generation | None = None
+        self._chunks: dict[int, list[Chunk]] = {}
+        self._results: dict[int, Generation] = {}
 
     def add(self, response: pb.GenerateResponse) -> Chunk:
-        chunk = Chunk(
-            response.text,
-            tuple(map(_token, response.tokens)),
-        )
-        self._chunks.append(chunk)
+        chunk = Chunk(response.text, tuple(map(_token, response.tokens)), response.index)
+        self._chunks.setdefault(response.index, []).append(chunk)
         if response.HasField("finish"):
-            self._result = self._finish(response)
+            self._results[response.index] = self._finish(response)
         return chunk
 
     @property
-    def result(self) -> Generation:
-        if self._result is None:
+    def results(self) -> tuple[Generation, ...]:
+        if not self._results or self._results.keys() != self._chunks.keys():
             raise RuntimeError("the generation has not ended: iterate to the end first")
-        return self._result
+        return tuple(self._results[index] for index in sorted(self._results))
 
     def _finish(self, last: pb.GenerateResponse) -> Generation:
+        chunks = self._chunks[last.index]
         matched = last.finish.WhichOneof("matched")
         is_stop = last.finish.reason == pb.FINISH_REASON_STOP
         return Generation(
-            text="".join(chunk.text for chunk in self._chunks),
-            tokens=tuple(token for chunk in self._chunks for token in chunk.tokens),
+            text="".join(chunk.text for chunk in chunks),
+            tokens=tuple(token for chunk in chunks for token in chunk.tokens),
             finish_reason="stop" if is_stop else "length",
             matched=getattr(last.finish, matched) if matched else None,
             usage=_read(Usage, last.usage),
@@ -374,8 +374,13 @@ class GenerationStream:
 
     @property
     def result(self) -> Generation:
-        """The whole generation; RuntimeError before the stream has ended."""
-        return self._output.result
+        """The whole generation, the first choice's; RuntimeError before the stream has ended."""
+        return self._output.results[0]
+
+    @property
+    def results(self) -> tuple[Generation, ...]:
+        """All choices, by index; RuntimeError before the stream has ended."""
+        return self._output.results
 
     def collect(self) -> Generation:
         """Runs to the end and returns the whole generation."""
@@ -416,8 +421,13 @@ class AsyncGenerationStream:
 
     @property
     def result(self) -> Generation:
-        """The whole generation; RuntimeError before the stream has ended."""
-        return self._output.result
+        """The whole generation, the first choice's; RuntimeError before the stream has ended."""
+        return self._output.results[0]
+
+    @property
+    def results(self) -> tuple[Generation, ...]:
+        """All choices, by index; RuntimeError before the stream has ended."""
+        return self._output.results
 
     async def collect(self) -> Generation:
         """Runs to the end and returns the whole generation."""

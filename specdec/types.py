@@ -69,6 +69,8 @@ class SamplingParams:
     """Tokens before which the generation does not end by itself."""
     end_token_ids: tuple[int, ...] = ()
     """Ids that end the generation, and are masked before min_tokens."""
+    num_choices: int = 1
+    """At least 1: how many generations one request gets."""
     seed: int | None = None
     """In [0, 2^64); None takes fresh entropy."""
     max_tokens: int | None = None

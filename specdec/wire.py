@@ -43,13 +43,13 @@ SUPPORTED_SAMPLING_PARAMS = (
     "ignore_eos",
     "include_stop_str_in_output",
     "logprobs",
+    "n",
     "allowed_token_ids",
     "bad_words",
 )
-# Fields not honoured yet, with the value that means "off": anything else is refused.
-_NEUTRAL_VALUES = {"n": 1}
 _MAX_BIASES, _MAX_BAD_WORDS = 1024, 256
 MAX_LOGPROBS = 20
+MAX_CHOICES = 64
 
 _SOURCES_TO_PROTO = {
     TokenSource.ACCEPTED: orchestrator_pb2.TOKEN_SOURCE_ACCEPTED,
@@ -78,7 +78,9 @@ def sampling_from_proto(
     Raises:
         InvalidArgumentError: Naming the field and the value given.
     """
-    _refuse_unsupported(message)
+    num_choices = message.n if message.HasField("n") else 1
+    if not 1 <= num_choices <= MAX_CHOICES:
+        raise _bad("sampling.n", f"must be in 1..{MAX_CHOICES}", num_choices)
     temperature = message.temperature if message.HasField("temperature") else 1.0
     if not (math.isfinite(temperature) and temperature >= 0.0):
         raise _bad("sampling.temperature", "must be finite and at least 0", temperature)
@@ -120,6 +122,7 @@ def sampling_from_proto(
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        num_choices=num_choices,
         allowed_token_ids=tuple(sorted(set(message.allowed_token_ids))),
         bad_words=tuple(message.bad_words),
         min_tokens=message.min_tokens,
@@ -201,15 +204,6 @@ def opening_params(
     )
     check_something_is_left(params, vocab_size)
     return params
-
-
-def _refuse_unsupported(message: orchestrator_pb2.SamplingParams) -> None:
-    for field, neutral in _NEUTRAL_VALUES.items():
-        value = getattr(message, field)
-        if message.HasField(field) and value != neutral:
-            raise InvalidArgumentError(
-                f"sampling.{field}", f"is not supported yet (got {value})", reason="UNSUPPORTED"
-            )
 
 
 def speculation_from_proto(

@@ -180,10 +180,24 @@ class TargetEngine(Engine):
             num_prompt_tokens=command.num_prompt_tokens,
             params=command.params,
             keys=command.keys,
-            kv=SequenceKV(self._pool, command.cache_salt),
+            kv=self._make_kv(session_id, command),
             arrival=self._num_opened,
             refusal=refusal,
         )
+        if refusal is not None:
+            self._free(self._sequences[session_id, command.sequence_id])
+
+    def _make_kv(self, session_id: int, command: OpenCommand) -> SequenceKV:
+        """Shares the KV of the sequence that is forked, as far as it goes; else begins empty."""
+        parent = None
+        if command.fork_of is not None:
+            parent = self._sequences.get((session_id, command.fork_of))
+        if parent is None or not parent.kv.is_proven or parent.kv.salt != command.cache_salt:
+            return SequenceKV(self._pool, command.cache_salt)
+        num_shared = min(parent.kv.num_computed_tokens, len(command.token_ids) - 1)
+        if parent.token_ids[:num_shared] != command.token_ids[:num_shared]:
+            return SequenceKV(self._pool, command.cache_salt)
+        return parent.kv.fork(max(0, num_shared))
 
     def _find_overload(self, num_tokens: int) -> tuple[Status, str] | None:
         """Says why a sequence cannot be taken up now; None when it can.

@@ -85,8 +85,7 @@ class Scheduler:
         for sequence in waiting:
             if len(works) == self._max_batch_size:
                 break
-            if not sequence.kv.block_table:
-                self._reuse_prefix(sequence)
+            self._reuse_prefix(sequence)
             missing = sequence.num_missing_tokens
             rows = missing if missing == 1 else min(missing, budget)
             if rows == 0:
@@ -102,8 +101,9 @@ class Scheduler:
     def _reuse_prefix(sequence: Sequence) -> None:
         """Takes over KV that the cache has, at the start and after a preemption."""
         assert sequence.item is not None
-        # The last committed token is computed in any case: its logits are wanted.
-        sequence.kv.reuse(sequence.token_ids, sequence.item.base_length - 1)
+        if not sequence.kv.block_table:
+            # The last committed token is computed in any case: its logits are wanted.
+            sequence.kv.reuse(sequence.token_ids, sequence.item.base_length - 1)
         if sequence.num_cached_tokens is None:
             num_reused = sequence.kv.num_computed_tokens
             sequence.num_cached_tokens = min(num_reused, sequence.num_prompt_tokens)

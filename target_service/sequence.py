@@ -40,6 +40,8 @@ class OpenCommand:
     params: SamplingParams
     keys: SamplingKeys
     cache_salt: bytes = b""
+    fork_of: int | None = None
+    """A sequence of the session whose KV may be shared as far as tokens are equal."""
     refusal: tuple[Status, str] | None = None
     """Set when the opening is malformed: every item of it is answered with this."""
 

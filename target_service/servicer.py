@@ -132,8 +132,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             check_token_ids("token_ids", message.token_ids, self._facts.vocab_size)
             if message.hidden_states:
                 raise InvalidArgumentError("hidden_states", "is not supported yet")
-            if message.HasField("fork_of"):
-                raise InvalidArgumentError("fork_of", "is not supported yet")
         except InvalidArgumentError as error:
             refusal = (Status.INVALID, error.message)
         fingerprint = message.model_fingerprint
@@ -147,6 +145,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             params=params,
             keys=keys_from_proto(message.keys),
             cache_salt=message.cache_salt,
+            fork_of=message.fork_of if message.HasField("fork_of") else None,
             refusal=refusal,
         )
 

@@ -16,11 +16,12 @@ class SequenceKV:
     Attributes:
         block_table: Block ids, in the tokens' order.
         num_computed_tokens: Tokens whose KV is computed.
+        salt: Only sequences of the same salt share blocks.
         is_proven: Whether logits that depend on all of the KV were finite. What is
             not proven is never cached, and cleared when it is freed.
     """
 
-    __slots__ = ("_pool", "_prefix", "_salt", "block_table", "is_proven", "num_computed_tokens")
+    __slots__ = ("_pool", "_prefix", "block_table", "is_proven", "num_computed_tokens", "salt")
 
     def __init__(self, pool: BlockPool, salt: bytes = b"") -> None:
         """Starts without blocks.
@@ -30,7 +31,7 @@ class SequenceKV:
             salt: Only sequences of the same salt share blocks.
         """
         self._pool = pool
-        self._salt = salt
+        self.salt = salt
         self._prefix: list[CachedBlock] = []
         """Cached blocks with this sequence's leading tokens; not always its own blocks."""
         self.block_table: list[int] = []
@@ -92,7 +93,7 @@ class SequenceKV:
             It; both go on by themselves.
         """
         assert num_tokens <= self.num_computed_tokens
-        child = SequenceKV(self._pool, self._salt)
+        child = SequenceKV(self._pool, self.salt)
         child.block_table = self.block_table[: self._pool.num_blocks_for(num_tokens)]
         self._pool.share(child.block_table)
         child.num_computed_tokens = num_tokens
@@ -101,7 +102,7 @@ class SequenceKV:
         return child
 
     def _last_cached(self) -> CachedBlock:
-        return self._prefix[-1] if self._prefix else self._pool.root(self._salt)
+        return self._prefix[-1] if self._prefix else self._pool.root(self.salt)
 
     # Growing and shrinking.
 

@@ -186,6 +186,7 @@ async def test_ids_out_of_range_are_refused(deployment: Deployment, token_id: in
         ("logit_bias", {i: 0.5 for i in range(1025)}),
         ("bad_words", ["t1"] * 257),
         *itertools.product(["logprobs"], [21, 2**31]),
+        *itertools.product(["n"], [0, 65, 2**32 - 1]),
     ],
 )
 async def test_settings_out_of_range_are_refused(
@@ -227,16 +228,6 @@ async def test_what_contradicts_itself_is_refused(deployment: Deployment) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    list(itertools.product(["n"], [0, 2])),
-)
-async def test_what_is_not_supported_is_refused_by_name(
-    deployment: Deployment, name: str, value: Any
-) -> None:
-    await check_refused(deployment, [1], f"sampling.{name}", "UNSUPPORTED", **{name: value})
-
-
 async def test_supported_parameters_are_those_not_refused(deployment: Deployment) -> None:
     info = await deployment.services.client.model_info()
     assert set(info.supported_sampling_params) == {
@@ -256,6 +247,7 @@ async def test_supported_parameters_are_those_not_refused(deployment: Deployment
         "ignore_eos",
         "include_stop_str_in_output",
         "logprobs",
+        "n",
         "allowed_token_ids",
         "bad_words",
     }

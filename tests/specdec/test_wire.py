@@ -156,7 +156,7 @@ def test_an_explicit_zero_is_not_unset() -> None:
         ("frequency_penalty", float("nan")),
         ("logit_bias", {VOCAB_SIZE: 1.0}),
         ("logit_bias", {1: 101.0}),
-        ("n", 2),
+        ("n", 65),
         ("n", 0),
         ("logprobs", 21),
         ("allowed_token_ids", [VOCAB_SIZE]),
