@@ -102,7 +102,7 @@ async def toy(
 async def test_drafting_goes_on_after_hundreds_of_requests(toy: Toy) -> None:
     """The 50 prompts of the beginning are drafted for at the end as they were then."""
     prompts = [text(9, seed) for seed in range(300)]
-    options = {"temperature": 0.0, "max_tokens": 5, "drafter": "model", "num_speculative_tokens": 3}
+    options = {"temperature": 0.0, "max_tokens": 4, "drafter": "model", "num_speculative_tokens": 3}
     results = [await generate(toy.client, prompt, **options) for prompt in prompts]
     again = [await generate(toy.client, prompt, **options) for prompt in prompts[:50]]
     assert [drafting(result) for result in again] == [drafting(result) for result in results[:50]]
@@ -111,7 +111,7 @@ async def test_drafting_goes_on_after_hundreds_of_requests(toy: Toy) -> None:
     for part in (results[:50], results[-50:]):
         num_drafted = sum(result.speculation.num_draft_tokens for result in part)
         num_accepted = sum(result.speculation.num_accepted_tokens for result in part)
-        assert num_drafted > 100
+        assert num_drafted > 80
         rates.append(num_accepted / num_drafted)
     assert 0.2 < rates[0] < 1
     assert abs(rates[0] - rates[1]) < 0.15  # the noise of two such samples
