@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+import orchestrator.servicer
 from specdec.client import GenerationError
 from specdec.rpc.service import Service
 from specdec.telemetry.logging import setup_logging
@@ -32,8 +34,10 @@ def scrape(service: Service) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 @pytest.fixture
-def _info_logs() -> Iterator[None]:
+def _info_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     setup_logging("info", "tests")
+    # A logger keeps the level it was first used with.
+    monkeypatch.setattr(orchestrator.servicer, "_log", structlog.get_logger("orchestrator"))
     yield
     setup_logging("warning", "tests")
 
