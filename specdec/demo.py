@@ -37,7 +37,8 @@ PLAIN: GenerateOptions = {**DRAFTED, "speculation": False}
 async def demo() -> None:
     """Runs the demonstration; nothing is left running."""
     async with (
-        Deployment(DeploymentOptions(port=0, drafter="ngram")) as deployment,
+        # The answer streams to the same terminal as the logs.
+        Deployment(DeploymentOptions(port=0, drafter="ngram", log_level="warning")) as deployment,
         AsyncClient(deployment.orchestrator_address) as client,
     ):
         await _compare(client)

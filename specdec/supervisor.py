@@ -101,6 +101,9 @@ class DeploymentOptions:
     prefix_cache: bool = True
     """Whether the target reuses KV of earlier requests."""
 
+    log_level: str | None = None
+    """Least severe log level of the services; None: their default."""
+
     trace_dir: Path | None = None
     """Folder of the spans; None: the services' default."""
 
@@ -298,7 +301,8 @@ class Deployment:
         return resolver.last_output
 
     async def _spawn(self, name: str, flags: dict[str, Any]) -> _Service:
-        flags = {"host": HOST, "trace_dir": self.options.trace_dir} | flags
+        common = {"trace_dir": self.options.trace_dir, "log_level": self.options.log_level}
+        flags = {"host": HOST} | common | flags
         if self.options.port != DEFAULT_PORT:
             flags["metrics_port"] = 0  # beside another deployment, maybe
         command = self._command(name)

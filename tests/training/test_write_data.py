@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench import write_data
 from specdec.randomness import derive_keys
 from specdec.sampling import draw_tokens, probs_from_logits
 from specdec.types import SamplingParams
@@ -322,6 +323,13 @@ def test_a_model_that_writes_nothing_is_given_up(
     assert main(arguments(model, tmp_path / "out", 1000, batch_size=50)) == 1
     assert "1000 prompts were all dropped, the last one as empty" in capsys.readouterr().err
     assert card(tmp_path / "out")["counts"]["dropped"]["empty"] == 1000
+
+
+def test_the_benchmark_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times are never asserted."""
+    options = {"model": folder, "pairs": 1, "batch-size": 3, "max-tokens": 12, "dtype": "float32"}
+    assert write_data.main([f"--{name}={value}" for name, value in options.items()]) == 0
+    assert "script / generate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
