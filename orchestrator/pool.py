@@ -46,6 +46,8 @@ class Pool(Generic[Client]):
         self._clients: dict[str, Client] = {}
         self._listed: set[str] = set()
         """Addresses that are named now."""
+        self._unresolved: set[str] = set()
+        """Names that could not be resolved last time, and were told."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -117,8 +119,11 @@ class Pool(Generic[Client]):
         try:
             found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
         except OSError as error:
-            _log.debug("name not resolved", name=host, reason=str(error))
+            if host not in self._unresolved:
+                _log.warning("name not resolved", name=host, reason=str(error))
+            self._unresolved.add(host)
             return [known for known in self._clients if known.endswith(f":{port}")]
+        self._unresolved.discard(host)
         return sorted({_join(str(sockaddr[0]), port) for *_, sockaddr in found})
 
     @staticmethod

@@ -58,7 +58,9 @@ class OrchestratorService(Service):
     def load(self) -> None:
         """Loads the tokenizer."""
         try:
-            self._tokenization = Tokenization(resolve_model(self._settings.model))
+            self._tokenization = Tokenization(
+                resolve_model(self._settings.model, needs_weights=False)
+            )
         except ModelError as error:
             raise StartError(str(error)) from error
 

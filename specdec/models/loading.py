@@ -56,7 +56,8 @@ ROPE_FIXED = frozenset({"default", "linear", "llama3", "yarn"})
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 # A snapshot is what gets loaded, nothing that could run.
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+HUB_WEIGHTS = "*.safetensors"
+HUB_FILES = [HUB_WEIGHTS, "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
 HUB_IGNORED = ["*/*", "*.bin", "*.pt", "*.pth", "consolidated*"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
@@ -73,12 +74,13 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def resolve_model(name: str, report: Report = to_stderr) -> Path:
+def resolve_model(name: str, report: Report = to_stderr, *, needs_weights: bool = True) -> Path:
     """Finds the folder of a model, fetching it when needed.
 
     Args:
         name: "default", a local folder, or a hub id such as "Qwen/Qwen2.5-0.5B".
         report: Is told what goes on.
+        needs_weights: Whether the weights are fetched too, not only tokenizer and configuration.
 
     Returns:
         The folder.
@@ -100,8 +102,9 @@ def resolve_model(name: str, report: Report = to_stderr) -> Path:
         raise ModelError(f"model {name!r}: no such folder")
     report(f"fetching {name} from the hub")
     absent = f"model {name!r}: no such folder, and"
+    files = HUB_FILES if needs_weights else [part for part in HUB_FILES if part != HUB_WEIGHTS]
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=HUB_IGNORED))
     except RepositoryNotFoundError as error:
         raise ModelError(f"{absent} the hub has no such model, or not for you") from error
     except LocalEntryNotFoundError as error:

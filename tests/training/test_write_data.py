@@ -167,17 +167,17 @@ def test_counts_add_up(tmp_path: Path) -> None:
     first = {END: 0.2, START: 0.1, 1: 0.4, 2: 0.3}
     model = bigram(tmp_path / "model", first, end_prob=0.3)
     out = tmp_path / "out"
-    written = write(model, out, 60, max_prompt_tokens=3, batch_size=8)
+    written = write(model, out, 40, max_prompt_tokens=3, batch_size=8)
     counts = card(out)["counts"]
     dropped = counts["dropped"]
-    assert counts["conversations"] == len(written) == 60
-    assert counts["prompts"] == 60 + sum(dropped.values()) == max(written) + 1
+    assert counts["conversations"] == len(written) == 40
+    assert counts["prompts"] == 40 + sum(dropped.values()) == max(written) + 1
     assert all(dropped[reason] for reason in ("empty", "too_long", "control_token", "duplicate"))
     assert dropped["excluded"] == 0
-    assert len({each.prompt for each in written.values()}) == 60
+    assert len({each.prompt for each in written.values()}) == 40
     assert max(len(each.prompt.split()) for each in written.values()) == 3
     assert counts["greedy"] == sum(each.greedy for each in written.values())
-    assert 15 < counts["greedy"] < 45
+    assert 10 < counts["greedy"] < 30
     assert counts["answer_tokens"] == sum(len(each.answer_ids) for each in written.values())
     drops = read_drops(out)
     assert drops.keys() == set(range(max(written))) - written.keys()
@@ -185,7 +185,7 @@ def test_counts_add_up(tmp_path: Path) -> None:
     assert card(out)["decoding"]["tokens_per_second"] > 0
     # Which of two like prompts is dropped does not depend on which is finished first.
     alone = tmp_path / "alone"
-    assert write(model, alone, 60, max_prompt_tokens=3, batch_size=1) == written
+    assert write(model, alone, 40, max_prompt_tokens=3, batch_size=1) == written
     assert read_drops(alone) == drops
 
 
