@@ -28,6 +28,8 @@ Info = TypeVar("Info")
 
 # A message larger than this holds up small ones behind it.
 _MAX_TICK_BYTES = 1024 * 1024
+# Of a message, beside its one part: field tags and lengths.
+_ENVELOPE_BYTES = 64
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _INFO_TIMEOUT_S = 10.0
 
@@ -111,6 +113,11 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
     def is_usable(self) -> bool:
         """Whether it can be given new work."""
         return self.is_connected and self.is_serving and not self.refusal
+
+    @property
+    def max_part_bytes(self) -> int:
+        """Most bytes one opening or item may have: a message that is too large ends the stream."""
+        return self._max_message_bytes - _ENVELOPE_BYTES
 
     def start(self) -> None:
         """Connects, and connects again whenever the stream breaks."""
@@ -206,14 +213,13 @@ class ServiceStream(ABC, Generic[Request, Response, Info]):
         """
         if not self.is_connected:
             return
-        if self._tick_message is None:
-            # The writer wakes up in the next tick, so that all of this tick's joins in.
-            self._tick_message = self.new_request()
-            self._tick_bytes = 0
-            self._outbox.put_nowait(self._tick_message)
         for field, messages in (("opens", opens), ("items", items), ("releases", releases)):
             for message in messages:
+                num_bytes = message.ByteSize()
+                if self._tick_message is None or self._tick_bytes + num_bytes > _MAX_TICK_BYTES:
+                    # The writer wakes up in the next tick, so that all of this tick's joins in.
+                    self._tick_message = self.new_request()
+                    self._tick_bytes = 0
+                    self._outbox.put_nowait(self._tick_message)
                 getattr(self._tick_message, field).append(message)
-                self._tick_bytes += message.ByteSize()
-        if self._tick_bytes > _MAX_TICK_BYTES:
-            self._tick_message = None
+                self._tick_bytes += num_bytes

@@ -43,6 +43,8 @@ _log = structlog.get_logger(__name__)
 # the full token list; after that it must fit.
 _MAX_REOPENINGS = 2
 _RETRY_AFTER_MS = 1_000
+_FIELD_BYTES = 8
+"""Most bytes of a field's tag and length."""
 _REOPEN = frozenset(
     {
         target_pb2.VERIFY_STATUS_UNKNOWN_SEQUENCE,
@@ -170,6 +172,10 @@ class VerifyBatcher:
             placement.is_open = True
             placement.epoch += 1
             opens.append(_opening(sequence, placement.epoch))
+            if opens[0].ByteSize() > placement.client.max_part_bytes:
+                placement.is_open = False
+                detail = f"has {sequence.base_length} tokens, too many for one message"
+                raise InvalidArgumentError("input", detail, reason="TOO_LARGE")
         item = target_pb2.VerifyItem(
             sequence_id=sequence.sequence_id,
             epoch=placement.epoch,
@@ -177,9 +183,9 @@ class VerifyBatcher:
             base_length=sequence.base_length,
             digest=sequence.base_digest(),
             draft_token_ids=proposal.token_ids,
-            distributions=map(distribution_to_proto, proposal.draft_probs),
             traceparent=traceparent,
         )
+        _add_distributions(item, proposal, placement.client.max_part_bytes)
         if sequence.deadline_s is not None:
             item.remaining_ms = max(0, int((sequence.deadline_s - time.monotonic()) * 1e3))
         key = (sequence.sequence_id, placement.epoch, sequence.round_index)
@@ -241,6 +247,24 @@ class VerifyBatcher:
         for (sequence_id, *_), future in self._waiting.items():
             if sequence_id in lost and not future.done():
                 future.set_exception(_TargetLostError())
+
+
+def _add_distributions(
+    item: target_pb2.VerifyItem, proposal: Proposal, max_item_bytes: int
+) -> None:
+    """Adds the q's that fit, and cuts the drafts behind them.
+
+    Whether a draft stays depends on the sizes of its own and earlier q's, which were
+    known before it was drawn: so cutting here bends nothing.
+    """
+    num_bytes = item.ByteSize()
+    for index, distribution in enumerate(proposal.draft_probs):
+        message = distribution_to_proto(distribution)
+        num_bytes += message.ByteSize() + _FIELD_BYTES
+        if num_bytes > max_item_bytes:
+            del item.draft_token_ids[index:]
+            return
+        item.distributions.append(message)
 
 
 def _opening(sequence: Sequence, epoch: int) -> target_pb2.OpenSequence:

@@ -34,6 +34,10 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """Largest message sent or received: the services' own default."""
 
+# gRPC reads ahead of a reader that pauses, by default megabytes: tens of thousands of
+# rounds, computed for nobody if it goes away. A round's message has some 100 bytes.
+_READ_AHEAD = (("grpc.http2.lookahead_bytes", 16 * 1024), ("grpc.http2.bdp_probe", 0))
+
 TokenSource = Literal["accepted", "recovered", "bonus", "target"]
 """Where a token came from: a draft, or the target in one of three ways."""
 
@@ -450,7 +454,7 @@ class Client:
         Args:
             address: The orchestrator, HOST:PORT.
         """
-        options = channel_options(MAX_MESSAGE_BYTES)
+        options = (*channel_options(MAX_MESSAGE_BYTES), *_READ_AHEAD)
         self._channel = grpc.insecure_channel(address, options=options)
         self._stub = OrchestratorServiceStub(self._channel)
 
@@ -500,7 +504,7 @@ class AsyncClient:
         Args:
             address: The orchestrator, HOST:PORT.
         """
-        options = channel_options(MAX_MESSAGE_BYTES)
+        options = (*channel_options(MAX_MESSAGE_BYTES), *_READ_AHEAD)
         self._channel = grpc.aio.insecure_channel(address, options=options)
         self._stub = OrchestratorServiceStub(self._channel)
 

@@ -7,15 +7,18 @@ are fed on the way of a token. Names are vLLM's, with the prefix `specdec_`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from socketserver import ThreadingMixIn
 from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 PREFIX = "specdec_"
+
+_POLL_S = 0.05
 
 LATENCY_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -31,7 +34,7 @@ class MetricsServer:
         """Listens on nothing yet."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._server: tuple[WSGIServer, Thread] | None = None
+        self._server: WSGIServer | None = None
 
     def collect_from(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Adds metrics that are read at each scrape, on the server's thread.
@@ -54,17 +57,28 @@ class MetricsServer:
         Raises:
             OSError: If the port is taken.
         """
-        self._server = start_http_server(port, host, self.registry)
-        return int(self._server[0].server_port)
+        app = make_wsgi_app(self.registry)
+        self._server = make_server(host, port, app, _Server, _Handler)
+        # Not the library's own thread: that takes half a second to stop.
+        serve = self._server.serve_forever
+        Thread(target=serve, args=(_POLL_S,), name="metrics", daemon=True).start()
+        return self._server.server_port
 
     def stop(self) -> None:
         """Stops listening."""
         if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            self._server.shutdown()
+            self._server.server_close()
             self._server = None
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: scrapes are no news."""
 
 
 class _FunctionCollector(Collector):
