@@ -51,7 +51,7 @@ class DraftSettings(ServiceSettings):
     max_ngram: int = Field(default=4, ge=1, le=16)
     """Longest suffix the ngram drafter looks up, in tokens."""
 
-    ngram_min_acceptance: float = Field(default=0.1, ge=0.0, lt=1.0)
+    ngram_min_acceptance: float = Field(default=0.2, ge=0.0, lt=1.0)
     """Least probability of being accepted with which the ngram drafter proposes a token; 0: all."""
 
     @model_validator(mode="after")

@@ -37,7 +37,7 @@ class OrchestratorSettings(ServiceSettings):
     num_speculative_tokens: int = Field(default=5, ge=0, le=64)
     """Most tokens drafted per round when a request sets no bound; see draft_limits."""
 
-    draft_limits: dict[int, int] = Field(default={2: 64, 4: 3})
+    draft_limits: dict[int, int] = Field(default={2: 64})
     """Most tokens drafted per round, by the most running requests it holds for; above, none."""
 
     draft_deadline_ms: int = Field(default=1_000, ge=1)
