@@ -316,7 +316,7 @@ async def test_long_and_short_prompts_in_one_batch(family: Path, tmp_path: Path)
             for concurrency in (4, 1):
                 results = await generate_all(services.client, requests, concurrency)
                 assert [result.token_ids for result in results] == expected, mode
-        assert services.target.engine.stats.max_batch_size == 4
+        assert services.target.engine.stats.max_batch_size > 1
         await becomes_idle(services)
 
 

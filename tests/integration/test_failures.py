@@ -108,6 +108,7 @@ async def with_fake_drafter(
             port=0,
             trace_dir=folder / "traces",
             draft_deadline_ms=deadline_ms,
+            draft_limits={1024: 64},  # drafts whatever the load
             drain_grace_ms=0,
         )
         async with (
