@@ -17,6 +17,25 @@ def positive_int(text: str) -> int:
     return value
 
 
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Makes the parser of a benchmark's command line, with what all of them take.
+
+    Args:
+        module: The benchmark's module, as `python -m` takes it.
+        description: What it measures.
+
+    Returns:
+        The parser, with --json.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    return parser
+
+
 def write_json(file: Path, document: dict[str, Any]) -> None:
     """Writes figures: paths become text, NaN null."""
     file.write_text(json.dumps(_to_json(document), indent=2) + "\n", encoding="utf-8")

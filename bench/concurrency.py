@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import ours
-from bench.command_line import positive_int, write_json
+from bench.command_line import make_parser, positive_int, write_json
 from bench.prompts import DEFAULT_FILE, Prompt, choose, load_prompts
 from bench.samples import Sample, Spread, concurrent_rate, ratios, spread
 from bench.stock import StockModel
@@ -159,11 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 1 when the model or the deployment fails.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.concurrency",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.concurrency", __doc__)
     add = parser.add_argument
     add("--prompts", type=Path, default=DEFAULT_FILE, help="JSON lines with turns")
     add("--streams", type=positive_int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
@@ -172,7 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--max-prompt-tokens", type=positive_int, default=1500, help="longer ones are cut (1500)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of both sides")
     add("--model", default="default", help="default, a local folder, or a hub id")
-    add("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args(argv)
     try:
         rows = uvloop.run(measure(options))

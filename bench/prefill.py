@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import grpc
 import uvloop
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import ours
-from bench.command_line import positive_int, write_json
+from bench.command_line import make_parser, positive_int, write_json
 from bench.prompts import Prompt
 from bench.samples import Spread, ratios, spread
 from bench.stock import StockModel
@@ -109,17 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 1 when the model or the deployment fails.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.prefill",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.prefill", __doc__)
     add = parser.add_argument
     add("--lengths", type=positive_int, nargs="+", default=[128, 512, 1024], metavar="TOKENS")
     add("--pairs", type=positive_int, default=3, help="turns of every side (3)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of both sides")
     add("--model", default="default", help="default, a local folder, or a hub id")
-    add("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args(argv)
     try:
         rows = uvloop.run(measure(options))

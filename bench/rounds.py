@@ -14,7 +14,6 @@ kind of event loop.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import time
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import echo, zero_cost
-from bench.command_line import positive_int, write_json
+from bench.command_line import make_parser, positive_int, write_json
 from bench.samples import Spread, ratios, spread
 from specdec.client import AsyncClient, GenerationError
 from specdec.models.loading import ModelError, load_tokenizer, resolve_model, vocab_size
@@ -250,15 +249,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 1 when the model or the deployment fails.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.rounds",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.rounds", __doc__)
     parser.add_argument("--pairs", type=positive_int, default=7, help="turns of each side (7)")
     parser.add_argument("--rounds", type=positive_int, default=500, help="rounds per turn (500)")
     parser.add_argument("--model", default="default", help="whose tokenizer to use")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args(argv)
     try:
         report = uvloop.run(measure(options.model, options.pairs, options.rounds))

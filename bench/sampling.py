@@ -18,13 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import positive_int, write_json
+from bench.command_line import make_parser, positive_int, write_json
 from specdec.models.loading import ModelError, load_model, resolve_model
 from specdec.paged.attention import PackedSequence
 from specdec.paged.model import PagedModel
@@ -166,15 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 1 when the model cannot be used.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.sampling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("bench.sampling", __doc__)
     add = parser.add_argument
     add("--batch-sizes", type=positive_int, nargs="+", default=[1, 8, 32], metavar="N")
     add("--turns", type=positive_int, default=7, help="turns of both sides (7)")
-    add("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args(argv)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
@@ -97,7 +97,7 @@ class _StepClock(StoppingCriteria):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: object
     ) -> torch.BoolTensor:
         self.steps_s.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)  # type: ignore[return-value]
+        return cast("torch.BoolTensor", torch.zeros(len(input_ids), dtype=torch.bool))
 
 
 class _Clock(BaseStreamer):

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -78,7 +78,7 @@ class _Turns(StoppingCriteria):
         self._clock.seconds += time.perf_counter() - self._resumed_s
         self._others()
         self._resumed_s = time.perf_counter()
-        return torch.zeros(len(input_ids), dtype=torch.bool)  # type: ignore[return-value]
+        return cast("torch.BoolTensor", torch.zeros(len(input_ids), dtype=torch.bool))
 
 
 class Sides:

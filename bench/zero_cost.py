@@ -98,8 +98,9 @@ def main() -> int:
     """Runs the service; returns its exit code."""
     prepare_process()
     settings = TargetSettings.from_command_line(sys.argv[1:], "bench.zero_cost")
-    make = lambda: ZeroCostTargetService(settings)  # noqa: E731
-    return run_process("target_service", make, settings.log_level)
+    return run_process(
+        "target_service", lambda: ZeroCostTargetService(settings), settings.log_level
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from draft_service.drafter import OpenCommand, ProposeItem, Status
 from draft_service.engine import Chunk, DraftEngine
 from specdec.errors import InvalidArgumentError, UnavailableError
 from specdec.paged.block_pool import BlockPool
-from specdec.rpc.session import serve_session
+from specdec.rpc.session import pack, serve_session
 from specdec.types import MAX_DRAFT_TOKENS, SamplingParams
 from specdec.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2
 from specdec.wire import (
@@ -36,9 +36,6 @@ _STATUSES = {
 _ACCEPTANCES = {proto: acceptance for acceptance, proto in ACCEPTANCES_TO_PROTO.items()}
 # Ids of a service without a model are bounded by their type alone.
 _ANY_VOCAB_SIZE = 2**32
-# Under the least limit that can be set. One chunk is one token's q: at most 1 MiB for a
-# vocabulary of 262,144.
-_MAX_RESPONSE_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +88,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         def begin(send: Callable[[draft_pb2.ProposeResponse], None]) -> None:
             # Delivered on the engine thread: encoding there keeps the event loop free.
             def deliver(chunks: list[Chunk]) -> None:
-                for response in _responses(chunks):
+                for response in pack(map(_chunk, chunks), draft_pb2.ProposeResponse, "chunks"):
                     send(response)
 
             self._engine.post(partial(self._engine.open_session, session_id, deliver))
@@ -197,20 +194,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             num_sessions=engine.num_sessions,
             num_steps=engine.num_steps,
         )
-
-
-def _responses(chunks: list[Chunk]) -> Iterator[draft_pb2.ProposeResponse]:
-    """Packs a step's chunks: a message that is too large would end the stream."""
-    response, num_bytes = draft_pb2.ProposeResponse(), 0
-    for chunk in chunks:
-        message = _chunk(chunk)
-        size = message.ByteSize()
-        if num_bytes and num_bytes + size > _MAX_RESPONSE_BYTES:
-            yield response
-            response, num_bytes = draft_pb2.ProposeResponse(), 0
-        response.chunks.append(message)
-        num_bytes += size
-    yield response
 
 
 def _chunk(chunk: Chunk) -> draft_pb2.DraftChunk:

@@ -208,24 +208,24 @@ class DraftClient(
         keys = sequence.keys
         # A seeded output must not depend on what a drafter sends along.
         placement.takes_probs = acceptance is Acceptance.REJECTION and not sequence.params.is_greedy
-        self.send(
-            opens=[
-                draft_pb2.OpenDraft(
-                    sequence_id=sequence.sequence_id,
-                    epoch=placement.epoch,
-                    token_ids=sequence.token_ids,
-                    num_prompt_tokens=sequence.num_prompt_tokens,
-                    drafter=drafter,
-                    sampling=sampling_to_proto(sequence.params),
-                    acceptance=ACCEPTANCES_TO_PROTO[acceptance],
-                    key=keys.target if acceptance is Acceptance.COUPLED else keys.propose,
-                    form=self._form,
-                    stop_token_ids=sorted(sequence.output.stop_token_ids),
-                    end_token_ids=sequence.params.end_token_ids,
-                    bad_word_token_ids=bad_words_to_proto(sequence.params),
-                )
-            ]
+        message = draft_pb2.OpenDraft(
+            sequence_id=sequence.sequence_id,
+            epoch=placement.epoch,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            drafter=drafter,
+            sampling=sampling_to_proto(sequence.params),
+            acceptance=ACCEPTANCES_TO_PROTO[acceptance],
+            key=keys.target if acceptance is Acceptance.COUPLED else keys.propose,
+            form=self._form,
+            stop_token_ids=sorted(sequence.output.stop_token_ids),
+            end_token_ids=sequence.params.end_token_ids,
+            bad_word_token_ids=bad_words_to_proto(sequence.params),
         )
+        if message.ByteSize() > self.max_part_bytes:
+            placement.is_refused = True  # it decodes plainly
+        else:
+            self.send(opens=[message])
 
     def _ask(
         self, placement: _Placement, sequence: Sequence, num_tokens: int, traceparent: str

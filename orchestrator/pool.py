@@ -92,7 +92,7 @@ class Pool(Generic[Client]):
         while True:
             try:
                 await self._find_pods()
-                await asyncio.gather(*(self._ask_load(client) for client in self.usable()))
+                await self.ask_infos()
             except Exception:
                 _log.exception("refreshing the pool failed")
             await asyncio.sleep(self._interval_s)
@@ -126,11 +126,19 @@ class Pool(Generic[Client]):
         self._unresolved.discard(host)
         return sorted({_join(str(sockaddr[0]), port) for *_, sockaddr in found})
 
-    @staticmethod
-    async def _ask_load(client: Client) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-            client.info = await asyncio.wait_for(client.fetch_info(), _INFO_TIMEOUT_S)
-            client.on_info()
+    async def ask_infos(self) -> list[Any]:
+        """Asks every connected pod about itself; those that do not answer are left out."""
+
+        async def ask(client: Client) -> Any:
+            with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+                client.info = await asyncio.wait_for(client.fetch_info(), _INFO_TIMEOUT_S)
+                client.on_info()
+                return client.info
+            return None
+
+        connected = [client for client in self.clients if client.is_connected]
+        infos = await asyncio.gather(*(ask(client) for client in connected))
+        return [info for info in infos if info is not None]
 
 
 def _join(host: str, port: str) -> str:

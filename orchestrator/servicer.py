@@ -7,7 +7,6 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import structlog
@@ -284,7 +283,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def _load(self) -> orchestrator_pb2.Load:
         """Asks all targets and drafters for their gauges; what does not answer counts as 0."""
         backend = self._backend
-        targets, drafts = await asyncio.gather(_infos(backend.targets), _infos(backend.drafts))
+        targets = await backend.targets.ask_infos()
+        drafts = [] if backend.drafts is None else await backend.drafts.ask_infos()
         return orchestrator_pb2.Load(
             num_requests_running=backend.loop.num_running,
             # This call has an open handler too; what is asked for is the others.
@@ -300,16 +300,3 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             num_targets=len(backend.targets.usable()),
             num_drafts=len(backend.drafts.usable()) if backend.drafts else 0,
         )
-
-
-async def _infos(pool: Pool[Any] | None) -> list[Any]:
-    """What every connected pod says of itself now."""
-
-    async def ask(client: Any) -> Any:
-        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-            return await asyncio.wait_for(client.fetch_info(), timeout=2.0)
-        return None
-
-    connected = [client for client in pool.clients if client.is_connected] if pool else []
-    answers = await asyncio.gather(*(ask(client) for client in connected))
-    return [answer for answer in answers if answer is not None]

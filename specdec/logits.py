@@ -154,18 +154,15 @@ def _penalise(
     if not rows:
         return logits
     device, dtype = logits.device, logits.dtype
-    counts = torch.zeros(len(rows), logits.shape[1], dtype=dtype)  # [m, V] of the output
-    in_prompt = torch.zeros(len(rows), logits.shape[1], dtype=torch.bool)
-    for counted, seen, i in zip(counts, in_prompt, rows, strict=True):
-        prefix = prefixes[i]
-        tokens = np.asarray(prefix.token_ids, dtype=np.int64)
-        prompt = torch.from_numpy(tokens[: prefix.num_prompt_tokens])
-        output = np.concatenate(
-            [tokens[prefix.num_prompt_tokens :], np.asarray(prefix.drafts, dtype=np.int64)]
-        )
-        seen[prompt] = True
-        counted += torch.from_numpy(np.bincount(output, minlength=len(counted))).to(dtype)
-    counts, in_prompt = counts.to(device), in_prompt.to(device)
+    # Rows of a chain have their committed tokens in common: counted once.
+    bases = {id(prefixes[i].token_ids): prefixes[i] for i in rows}
+    counted = {key: _count(prefix, logits.shape[1]) for key, prefix in bases.items()}
+    in_prompt = torch.stack([counted[id(prefixes[i].token_ids)][0] for i in rows]).to(device)
+    counts = torch.stack([counted[id(prefixes[i].token_ids)][1] for i in rows]).to(dtype)
+    for row, i in enumerate(rows):
+        for token_id in prefixes[i].drafts:
+            counts[row, token_id] += 1
+    counts = counts.to(device)
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)[:, None].to(device)  # [m, 1]
@@ -177,6 +174,19 @@ def _penalise(
     penalised = penalised - column([params[i].frequency_penalty for i in rows]) * counts
     penalised = penalised - column([params[i].presence_penalty for i in rows]) * (counts > 0)
     return logits.index_copy(0, torch.tensor(rows, device=device), penalised)
+
+
+def _count(prefix: Prefix, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts committed tokens.
+
+    Returns:
+        [V] bool, which ids are in the prompt; [V] int64, how often each is in the output.
+    """
+    tokens = np.asarray(prefix.token_ids, dtype=np.int64)
+    in_prompt = np.zeros(vocab_size, dtype=bool)
+    in_prompt[tokens[: prefix.num_prompt_tokens]] = True
+    counts = np.bincount(tokens[prefix.num_prompt_tokens :], minlength=vocab_size)
+    return torch.from_numpy(in_prompt), torch.from_numpy(counts)
 
 
 def _index(

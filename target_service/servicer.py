@@ -11,7 +11,7 @@ from functools import partial
 import grpc
 
 from specdec.errors import InvalidArgumentError, UnavailableError
-from specdec.rpc.session import serve_session
+from specdec.rpc.session import pack, serve_session
 from specdec.types import MAX_DRAFT_TOKENS, Proposal, SamplingParams
 from specdec.v1 import target_pb2, target_pb2_grpc
 from specdec.wire import (
@@ -91,7 +91,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         def begin(send: Callable[[target_pb2.VerifyResponse], None]) -> None:
             # Delivered on the engine thread: encoding there keeps the event loop free.
             def deliver(outcomes: list[ItemOutcome], step_index: int) -> None:
-                send(_response(outcomes, step_index))
+                new = partial(target_pb2.VerifyResponse, step_index=step_index)
+                for response in pack(map(_result, outcomes), new, "results"):
+                    send(response)
 
             self._engine.post(partial(self._engine.open_session, session_id, deliver))
 
@@ -211,12 +213,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             num_stale_items=engine.stats.num_stale_items,
             max_batch_size=engine.stats.max_batch_size,
         )
-
-
-def _response(outcomes: list[ItemOutcome], step_index: int) -> target_pb2.VerifyResponse:
-    return target_pb2.VerifyResponse(
-        results=[_result(outcome) for outcome in outcomes], step_index=step_index
-    )
 
 
 def _result(outcome: ItemOutcome) -> target_pb2.VerifyResult:

@@ -4,11 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
+
+from google.protobuf.message import Message
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+Packed = TypeVar("Packed", bound=Message)
+
+# Under the least limit of a message that can be set. A part is at most one token's q: 1 MiB
+# for a vocabulary of 262,144.
+_MAX_RESPONSE_BYTES = 512 * 1024
+
+
+def pack(parts: Iterable[Message], new: Callable[[], Packed], field: str) -> Iterator[Packed]:
+    """Puts parts into as few messages as are not too large: one that is would end the stream.
+
+    Args:
+        parts: In the order to be sent; each fits a message by itself.
+        new: Makes an empty message.
+        field: Its repeated field.
+
+    Yields:
+        The messages.
+    """
+    message, num_bytes = new(), 0
+    for part in parts:
+        size = part.ByteSize()
+        if num_bytes and num_bytes + size > _MAX_RESPONSE_BYTES:
+            yield message
+            message, num_bytes = new(), 0
+        getattr(message, field).append(part)
+        num_bytes += size
+    yield message
 
 
 async def serve_session(
