@@ -21,7 +21,7 @@ from tests.toy_models import save_noisy_copy, save_random_family, save_random_ll
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 VOCAB_SIZE = 64
-UNSCRAPED: dict[str, Any] = {"metrics_port": None}  # its listener takes long to stop
+UNSCRAPED: dict[str, Any] = {"metrics_port": None}
 SMALL = UNSCRAPED | {"block_size": 4, "max_prefill_tokens": 8, "num_blocks": 256}
 EVERY_DRAFT = {"ngram_min_acceptance": 0.0}
 MODES: dict[str, dict[str, Any]] = {

@@ -32,7 +32,7 @@ CONTEXT_SIZE = 4096
 MAX_MESSAGE_BYTES = 2**20
 SERVING = health_pb2.HealthCheckResponse.SERVING
 CANARY = [9, 8, 7, 9, 8]
-UNSCRAPED: dict[str, Any] = {"metrics_port": None}  # its listener takes long to stop
+UNSCRAPED: dict[str, Any] = {"metrics_port": None}
 # Tells a hang from an answer on a machine that is busy with other things.
 SOON_S = 20.0
 
