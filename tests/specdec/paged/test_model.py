@@ -60,7 +60,7 @@ def random_ids(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
-def close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -88,7 +88,7 @@ def test_ragged_chunks_in_shuffled_blocks(folder: Path) -> None:
         logits = model.forward(packed, num_logits)
         assert logits.dtype == torch.float32
         assert logits.shape == (sum(num_logits), VOCAB_SIZE)
-        close(logits, torch.cat(wanted))
+        assert_close(logits, torch.cat(wanted))
 
 
 def test_rows_after_a_rollback_are_written_over(folder: Path) -> None:
@@ -98,7 +98,7 @@ def test_rows_after_a_rollback_are_written_over(folder: Path) -> None:
     model.forward([PackedSequence(text + random_ids(rng, 8), 0, table)], [0])
     fresh = random_ids(rng, 6)
     logits = model.forward([PackedSequence(fresh, 10, table)], [6])
-    close(logits, reference.logits(text + fresh)[10:])
+    assert_close(logits, reference.logits(text + fresh)[10:])
 
 
 def test_what_lies_in_other_blocks_and_behind_the_end_does_not_leak(folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_lies_in_other_blocks_and_behind_the_end_does_not_leak(folder: Path
         PackedSequence(text[-1:], 10, table),
         PackedSequence(random_ids(rng, 1), 0, [15]),
     ]
-    close(model.forward(packed, [0, 1, 0]), clean[-1:])
+    assert_close(model.forward(packed, [0, 1, 0]), clean[-1:])
 
 
 def test_a_nan_in_another_block_does_not_reach_a_neighbour(folder: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_nan_in_another_block_does_not_reach_a_neighbour(folder: Path) -> None
         PackedSequence(random_ids(rng, 1), 7, [2, 3]),
     ]
     logits = model.forward(packed, [1, 1])
-    close(logits[:1], clean[-1:])
+    assert_close(logits[:1], clean[-1:])
     assert not torch.isfinite(logits[1]).any()
 
 
@@ -144,14 +144,14 @@ def test_a_cleared_block_can_be_used_again(folder: Path) -> None:
     model.kv.clear([2, 3])
     text = random_ids(rng, 6)
     logits = model.forward([PackedSequence(text, 0, [3, 2])], [6])
-    close(logits, reference.logits(text))
+    assert_close(logits, reference.logits(text))
 
 
 def test_padded_embeddings_give_no_logits_beyond_the_vocabulary(tmp_path: Path) -> None:
     folder = save_random_llama(tmp_path, vocab_size=60, padded_vocab_size=64)
     logits = open_paged(folder, vocab_size=60).forward([PackedSequence([1, 2], 0, [0])], [2])
     assert logits.shape == (2, 60)
-    close(logits, Reference(folder).logits([1, 2])[:, :60])
+    assert_close(logits, Reference(folder).logits([1, 2])[:, :60])
 
 
 @pytest.mark.parametrize(
