@@ -283,8 +283,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def _load(self) -> orchestrator_pb2.Load:
         """Asks all targets and drafters for their gauges; what does not answer counts as 0."""
         backend = self._backend
-        targets = await backend.targets.ask_infos()
-        drafts = [] if backend.drafts is None else await backend.drafts.ask_infos()
+        # Together: a pod that does not answer costs its whole timeout.
+        targets, *others = await asyncio.gather(
+            *(pool.ask_infos() for pool in (backend.targets, backend.drafts) if pool is not None)
+        )
+        drafts = [info for infos in others for info in infos]
         return orchestrator_pb2.Load(
             num_requests_running=backend.loop.num_running,
             # This call has an open handler too; what is asked for is the others.
